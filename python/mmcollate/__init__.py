@@ -1,0 +1,50 @@
+"""Collation of multimodal items: from mappings of fields to one batch.
+
+>>> import torch
+>>> from mmcollate import Batched, Flat, collate
+>>> items = [
+...     {"pixel_values": torch.zeros(4, 6), "grid": torch.tensor([1, 2, 2])},
+...     {"pixel_values": torch.ones(6, 6), "grid": torch.tensor([1, 2, 3])},
+... ]
+>>> fields = {"pixel_values": Flat(), "grid": Batched(keep_on_cpu=True)}
+>>> batch = collate(items, fields)
+>>> batch["pixel_values"].shape, batch["grid"].tolist()
+(torch.Size([10, 6]), [[1, 2, 2], [1, 2, 3]])
+"""
+
+from mmcollate._core import __version__
+from mmcollate.collation import Group, collate, collate_groups
+from mmcollate.errors import (
+    CollateIndexError,
+    CollateKeyError,
+    CollateRuntimeError,
+    CollateTypeError,
+    CollateValueError,
+    MMCollateError,
+)
+from mmcollate.explanation import FieldPlan, GroupPlan, Plan, explain
+from mmcollate.fields import Batched, Field, Flat, Shared
+from mmcollate.stats import reset_stats, stats
+
+__all__ = [
+    "Batched",
+    "CollateIndexError",
+    "CollateKeyError",
+    "CollateRuntimeError",
+    "CollateTypeError",
+    "CollateValueError",
+    "Field",
+    "FieldPlan",
+    "Flat",
+    "Group",
+    "GroupPlan",
+    "MMCollateError",
+    "Plan",
+    "Shared",
+    "__version__",
+    "collate",
+    "collate_groups",
+    "explain",
+    "reset_stats",
+    "stats",
+]

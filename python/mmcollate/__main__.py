@@ -1,0 +1,5 @@
+"""``python -m mmcollate``."""
+
+from mmcollate.cli import main
+
+raise SystemExit(main())

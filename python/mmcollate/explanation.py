@@ -1,0 +1,171 @@
+"""explain(): what a collation would do, and why, before it is done."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import torch
+
+from mmcollate import collation
+from mmcollate.collation import Item
+from mmcollate.fields import Field
+
+REASONS = {
+    "device_target": "torch copies it to the device",
+    "pinned": "the result is asked for in pinned memory",
+    "item_class": "an item of an unknown class",
+    "field_class": "the field is of no known kind",
+    "mixed_kinds": "items declare different kinds",
+    "mixed_leaves": "tensors and other values in one field",
+    "not_a_tensor": "values that are neither tensors nor plain scalars",
+    "nested": "lists whose leaves may have to move",
+    "not_on_cpu": "a tensor on another device",
+    "no_plain_data": "sparse, quantized, meta or otherwise without plain data",
+    "dtype": "an element type that the core leaves to torch",
+    "mixed_dtypes": "different dtypes, which torch casts to the first",
+    "requires_grad": "a gradient is asked for",
+    "negated": "a lazily negated tensor",
+    "expanded": "an expanded tensor (stride 0)",
+    "rank_mismatch": "different numbers of dimensions",
+    "dim": "the concat dimension is out of range",
+    "too_large": "sizes beyond 64 bits",
+    "no_memory": "no memory for the batch",
+    "torch_mode": "a torch mode wants to see the operations",
+}
+"""What each reason in ``stats()["reference_reasons"]`` means."""
+
+
+@dataclass(frozen=True)
+class FieldPlan:
+    """What becomes of one field of one group."""
+
+    name: str
+    placement: str
+    """``cpu`` (kept there) or ``device`` (bound for the device, if one is given)."""
+    way: str
+    """``alias`` (the same object), ``view``, ``list`` (of the same objects), ``gather`` (fresh
+    memory, written by the core) or ``reference`` (computed by torch)."""
+    nbytes: int
+    """Bytes of the values' elements, as their shapes say."""
+    copied: int
+    """Bytes that the core writes."""
+    buffer: int | None
+    """Which buffer a gathered field goes to; kept fields of a batch share one."""
+    offset: int | None
+    """Where it starts there, in bytes."""
+    why: str
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """What becomes of one group."""
+
+    modality: str | None
+    num_items: int
+    fields: tuple[FieldPlan, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`explain` returns; printed as a table."""
+
+    groups: tuple[GroupPlan, ...]
+
+    def __str__(self) -> str:
+        rows = [("items", "field", "placement", "way", "bytes", "copied", "why")]
+        for group in self.groups:
+            items = str(group.num_items) + (f" {group.modality}" if group.modality else "")
+            for field in group.fields:
+                columns = (field.name, field.placement, field.way, f"{field.nbytes:,}")
+                rows.append((items, *columns, f"{field.copied:,}", field.why))
+                items = ""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for row in rows:
+            cells = [
+                cell.rjust(width) if k in (4, 5) else cell.ljust(width)
+                for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
+
+
+def explain(
+    items: Sequence[Item],
+    fields: Mapping[str, Field] | None = None,
+    *,
+    modalities: Sequence[str] | None = None,
+    device: torch.device | str | int | None = None,
+    pin_memory: bool = False,
+    file: TextIO | None = None,
+) -> Plan:
+    """Prints and returns what :func:`mmcollate.collate_groups` would do with the same arguments.
+
+    Nothing is copied and no batch is made.
+
+    Args:
+        items: As for :func:`mmcollate.collate`.
+        fields: As for :func:`mmcollate.collate`.
+        modalities: As for :func:`mmcollate.collate_groups`.
+        device: As for :func:`mmcollate.collate`.
+        pin_memory: As for :func:`mmcollate.collate`.
+        file: Where to print; standard output if ``None``.
+
+    Raises:
+        MMCollateError: The items can't be read, as for :func:`mmcollate.collate`. What only
+            computing a field would find is not found here.
+    """
+    groups = []
+    for modality, group, rows in collation.explained_groups(
+        items, fields, modalities, device, pin_memory
+    ):
+        if rows is None:
+            planned = [FieldPlan("(all)", "", "reference", 0, 0, None, None, REASONS["item_class"])]
+        else:
+            planned = [_field_plan(group, fields, *row) for row in rows]
+        groups.append(GroupPlan(modality, len(group), tuple(planned)))
+    plan = Plan(tuple(groups))
+    print(plan, file=file or sys.stdout)
+    return plan
+
+
+def _field_plan(
+    group: Sequence[Any],
+    fields: Mapping[str, Field] | None,
+    name: str,
+    placement: str,
+    way: str,
+    copied: int,
+    buffer: int | None,
+    offset: int | None,
+    reason: str,
+) -> FieldPlan:
+    values = [item[name] if fields is not None else item[name].data for item in group]
+    field = fields[name] if fields is not None else group[0][name].field
+    kind = type(field).__name__.removeprefix("MultiModal").removesuffix("Field").lower()
+    shared = kind == "shared"
+    nbytes = sum(_nbytes(value) for value in (values[:1] if shared else values))
+    return FieldPlan(
+        name, placement, way, nbytes, copied, buffer, offset, _why(kind, way, len(group), reason)
+    )
+
+
+def _why(kind: str, way: str, count: int, reason: str) -> str:
+    if way == "reference":
+        return REASONS[reason]
+    if way == "alias":
+        return "shared: the first item's" if kind == "shared" else f"{kind}, one item: its own"
+    if way == "view":
+        return f"{kind}, one item: its own, with a first dimension"
+    if way == "list":
+        return f"{kind}: lists joined" if kind == "flat" else f"{kind}: no common shape"
+    return f"{kind}, {count} items of one dtype"
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, (list, tuple)):
+        return sum(map(_nbytes, value))
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return getattr(value, "nbytes", 0)

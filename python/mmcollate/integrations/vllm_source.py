@@ -1,0 +1,119 @@
+"""Which vLLM this is: whether its batcher is one that mmcollate is known to match."""
+
+import ast
+import hashlib
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+KNOWN: dict[str, str] = {"833c84c14d97b27b": "0.30.0 to 0.32.0"}
+"""Fingerprint of the replaced code, and of all that it calls, to the versions that have it."""
+
+
+def version() -> str:
+    """vLLM's version, also of a build that is distributed under another name."""
+    return str(getattr(importlib.import_module("vllm"), "__version__", "unknown"))
+
+
+def problem() -> str:
+    """Why this vLLM is not one that mmcollate knows; empty if it is."""
+    try:
+        found = fingerprint()
+    except (ImportError, AttributeError, OSError, SyntaxError) as error:
+        return f"vLLM {version()} is unknown ({type(error).__name__}: {error})"
+    if found not in KNOWN:
+        return f"vLLM {version()} is unknown: its batcher has the fingerprint {found}"
+    return ""
+
+
+def fingerprint() -> str:
+    """A hash of the code that decides what a batch is; comments, docstrings and annotations don't
+    count, nor does the Python that reads it."""
+    code = "\n".join(
+        _canonical(ast.parse(textwrap.dedent(inspect.getsource(function))))
+        for function in _deciding_functions()
+    )
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+def _deciding_functions() -> Iterator[Callable[..., Any]]:
+    utils = importlib.import_module("vllm.multimodal.utils")
+    inputs = importlib.import_module("vllm.multimodal.inputs")
+    # Our own functions may stand in the place of these; they carry the originals.
+    yield inspect.unwrap(utils.group_and_batch_mm_items)
+    yield inspect.unwrap(utils._batch_mm_items)
+    yield utils._can_batch_mm_items
+    yield inputs.nested_tensors_equal
+    yield inputs._nested_tensors_are_cpu
+    yield inputs._nested_tensors_h2d
+    yield inputs._is_dense
+    yield inputs.BaseMultiModalField.reduce_data
+    yield inputs.MultiModalBatchedField._reduce_data
+    yield inputs.MultiModalFlatField._reduce_data
+    yield inputs.MultiModalSharedField._reduce_data
+    yield inputs.json_map_leaves
+    yield inputs.json_iter_leaves
+    yield inputs.is_list_of
+
+
+def _canonical(node: Any) -> str:
+    """An abstract syntax tree as text that is the same from every Python version: only what is
+    set, and nothing that does not run."""
+    if isinstance(node, list):
+        return "[" + ",".join(map(_canonical, node)) + "]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    parts = []
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "type_comment", "ctx", "kind", "type_params"):
+            continue
+        if name == "body" and isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
+            value = value[1:]
+        if value is None or value == []:
+            continue
+        parts.append(f"{name}={_canonical(value)}")
+    return f"{type(node).__name__}({','.join(parts)})"
+
+
+def sample_batches() -> Iterator[tuple[str, list[Any]]]:
+    """Small batches of every kind, in vLLM's classes, for the check at activation."""
+    inputs = importlib.import_module("vllm.multimodal.inputs")
+    generator = torch.Generator().manual_seed(0)
+
+    def whole(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.randint(0, 100, shape, generator=generator, dtype=dtype, device="cpu")
+
+    def real(*shape: int) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return values.to(torch.bfloat16)
+
+    def batch(field: Any, *values: Any) -> list[Any]:
+        elems = [inputs.MultiModalFieldElem(data=value, field=field) for value in values]
+        return [inputs.MultiModalKwargsItem({"x": elem}) for elem in elems]
+
+    batched = inputs.MultiModalBatchedField()
+    kept = inputs.MultiModalBatchedField(keep_on_cpu=True)
+    flat = inputs.MultiModalFlatField(slices=[])
+    flat1 = inputs.MultiModalFlatField(slices=[], dim=1)
+    shared = inputs.MultiModalSharedField(batch_size=1)
+    grid = whole(3)
+    yield "batched", batch(batched, whole(3), whole(3))
+    yield "kept", batch(kept, whole(3), whole(3), whole(3))
+    yield "kept scalars", batch(kept, real(), real())
+    yield "strided", batch(batched, real(4, 3).t(), real(3, 4))
+    yield "bytes", batch(batched, whole(5, dtype=torch.uint8), whole(5, dtype=torch.uint8))
+    yield "ragged", batch(batched, real(2, 3), real(4, 3))
+    yield "numbers", batch(kept, 1.5, 2)
+    yield "casts", batch(batched, real(3), real(3).float())
+    yield "flat", batch(flat, real(2, 3), real(5, 3), real(0, 3))
+    yield "flat dim 1", batch(flat1, real(3, 7)[:, :4], real(3, 2))
+    yield "padded", batch(flat, real(2, 3), real(1, 5))
+    yield "lists", batch(flat, [real(2), real(3)], [real(1)])
+    yield "shared", batch(shared, grid, grid.clone(), whole(3))
+    two = [*batch(kept, grid), *batch(kept, grid)]
+    two[1]["y"] = two[0]["x"]
+    yield "other fields", two

@@ -1,0 +1,265 @@
+//! From layouts to a plan: what each field's batch is, and which bytes go where.
+//!
+//! Pure: the same layouts give the same plan, on any machine. Nothing is allocated, read or
+//! written for the data itself, so a plan can be printed before it is carried out.
+
+use crate::align::align_up;
+use crate::dtype::DType;
+use crate::error::PlanError;
+use crate::shape::{self, Dims};
+use crate::source::Layouts;
+
+/// How the items of a field become its batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Stacked in a new first dimension.
+    Batched,
+    /// Concatenated along a dimension, padded with zeros where other dimensions differ.
+    Flat {
+        /// The concat dimension; negative ones count from the end.
+        dim: i64,
+    },
+    /// The same for every item: the first item's is the batch's.
+    Shared,
+}
+
+/// Where a field's batch lives once collated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// On the host for good (`keep_on_cpu`).
+    Cpu,
+    /// Bound for the device.
+    Device,
+}
+
+/// What a field of tensors becomes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// The first leaf itself.
+    Alias,
+    /// A view of the only leaf with a new first dimension.
+    View,
+    /// The leaves themselves, in a list: their shapes differ.
+    List,
+    /// The leaves' bytes, side by side in one segment.
+    Gather(Output),
+}
+
+/// A field's batch as one dense tensor, before it has a place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Output {
+    /// Element type.
+    pub dtype: DType,
+    /// Sizes of the batch.
+    pub sizes: Dims,
+    /// Bytes of the batch.
+    pub nbytes: usize,
+    /// What fills it; offsets count from its first byte, leaves from the field's first.
+    pub moves: Moves,
+}
+
+/// How the leaves fill an output.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Moves {
+    /// Contiguous leaves of the same number of bytes, one after the other.
+    Rows {
+        /// Bytes of each leaf.
+        len: usize,
+    },
+    /// Contiguous leaves, one after the other: bytes of each.
+    Runs(Vec<usize>),
+    /// Leaves with gaps, or that interleave or leave padding: one block each.
+    Blocks {
+        /// Whether part of the output is padding, to be filled with zeros first.
+        zero: bool,
+        /// One block for each leaf.
+        blocks: Vec<Block>,
+    },
+}
+
+/// A copy of a box of elements: nested loops over runs of bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Block {
+    /// Where the leaf's first element goes, in bytes from the output's first.
+    pub offset: usize,
+    /// Bytes copied at each step of the innermost loop; 0 if the leaf has no elements.
+    pub run: usize,
+    /// Loops, outermost first.
+    pub loops: Vec<Loop>,
+}
+
+/// One loop of a [`Block`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Loop {
+    /// Number of steps; at least 2.
+    pub count: usize,
+    /// Bytes to the next step in the leaf.
+    pub source_step: isize,
+    /// Bytes to the next step in the output.
+    pub output_step: usize,
+}
+
+/// Decides what a field's batch is.
+///
+/// # Errors
+///
+/// What the reference treats in its own way or refuses: mixed ranks or a dimension out of range in
+/// a flat field, expanded leaves, sizes beyond 64 bits.
+pub fn plan_field(kind: Kind, leaves: &Layouts) -> Result<Way, PlanError> {
+    match kind {
+        Kind::Shared => Ok(Way::Alias),
+        Kind::Batched if leaves.len() == 1 => Ok(Way::View),
+        Kind::Batched if !leaves.uniform() => Ok(Way::List),
+        Kind::Batched => stack(leaves).map(Way::Gather),
+        Kind::Flat { .. } if leaves.len() == 1 => Ok(Way::Alias),
+        Kind::Flat { dim } => concat(leaves, dim).map(Way::Gather),
+    }
+}
+
+fn stack(leaves: &Layouts) -> Result<Output, PlanError> {
+    if leaves.expanded() {
+        return Err(PlanError::Expanded);
+    }
+    let leaf_sizes = leaves.sizes(0);
+    let mut sizes = Dims::with_capacity(leaf_sizes.len() + 1);
+    sizes.push(i64::try_from(leaves.len()).map_err(|_| PlanError::TooLarge)?);
+    sizes.extend_from_slice(leaf_sizes);
+    let nbytes = shape::byte_count(&sizes, leaves.item_size())?;
+    let leaf_bytes = shape::byte_count(leaf_sizes, leaves.item_size())?;
+    let moves = if leaves.all_contiguous() {
+        Moves::Rows { len: leaf_bytes }
+    } else {
+        let strides = shape::contiguous_strides(leaf_sizes)?;
+        let blocks = (0..leaves.len())
+            .map(|leaf| block(leaves, leaf, leaf * leaf_bytes, &strides))
+            .collect::<Result<_, _>>()?;
+        Moves::Blocks { zero: false, blocks }
+    };
+    Ok(Output { dtype: leaves.dtype(), sizes, nbytes, moves })
+}
+
+fn concat(leaves: &Layouts, dim: i64) -> Result<Output, PlanError> {
+    if leaves.mixed_ranks() {
+        return Err(PlanError::RankMismatch);
+    }
+    if leaves.expanded() {
+        return Err(PlanError::Expanded);
+    }
+    let dim = shape::resolve_dim(dim, leaves.rank())?;
+    let item_size = leaves.item_size();
+
+    let mut sizes = Dims::from_slice(leaves.sizes(0));
+    let mut padded = false;
+    for leaf in 1..leaves.len() {
+        for (d, &size) in leaves.sizes(leaf).iter().enumerate() {
+            if d == dim {
+                sizes[d] = sizes[d].checked_add(size).ok_or(PlanError::TooLarge)?;
+            } else if size != sizes[d] {
+                padded = true;
+                sizes[d] = sizes[d].max(size);
+            }
+        }
+    }
+    let nbytes = shape::byte_count(&sizes, item_size)?;
+    let output = |moves| Output { dtype: leaves.dtype(), sizes: sizes.clone(), nbytes, moves };
+
+    let in_order = sizes[..dim].iter().all(|&size| size == 1);
+    if in_order && !padded && leaves.all_contiguous() {
+        return Ok(output(if leaves.uniform() {
+            Moves::Rows { len: shape::byte_count(leaves.sizes(0), item_size)? }
+        } else {
+            let runs = (0..leaves.len())
+                .map(|leaf| shape::byte_count(leaves.sizes(leaf), item_size))
+                .collect::<Result<_, _>>()?;
+            Moves::Runs(runs)
+        }));
+    }
+
+    let strides = shape::contiguous_strides(&sizes)?;
+    let step = to_usize(strides[dim])?.checked_mul(item_size).ok_or(PlanError::TooLarge)?;
+    let mut offset: usize = 0;
+    let mut blocks = Vec::with_capacity(leaves.len());
+    for leaf in 0..leaves.len() {
+        blocks.push(block(leaves, leaf, offset, &strides)?);
+        let advance = to_usize(leaves.sizes(leaf)[dim])?.checked_mul(step);
+        offset = advance.and_then(|by| offset.checked_add(by)).ok_or(PlanError::TooLarge)?;
+    }
+    Ok(output(Moves::Blocks { zero: padded, blocks }))
+}
+
+/// The copy of one leaf to `offset` of an output whose strides are `output_strides`, with as few
+/// and as long runs as both layouts allow.
+fn block(
+    leaves: &Layouts,
+    leaf: usize,
+    offset: usize,
+    output_strides: &[i64],
+) -> Result<Block, PlanError> {
+    let item_size = leaves.item_size();
+    let sizes = leaves.sizes(leaf);
+    if shape::byte_count(sizes, item_size)? == 0 {
+        return Ok(Block { offset, run: 0, loops: Vec::new() });
+    }
+    let dense = shape::contiguous_strides(sizes)?;
+    let source_strides = leaves.strides(leaf).unwrap_or(&dense);
+
+    let mut run = item_size;
+    let mut loops: Vec<Loop> = Vec::with_capacity(sizes.len());
+    for d in (0..sizes.len()).rev() {
+        let count = to_usize(sizes[d])?;
+        if count == 1 {
+            continue;
+        }
+        let source_step = to_bytes(source_strides[d], item_size)?;
+        let output_step = to_usize(to_bytes(output_strides[d], item_size)? as i64)?;
+        let adjoins = |inner_source: isize, inner_output: usize, inner_count: usize| {
+            inner_source.checked_mul(inner_count as isize) == Some(source_step)
+                && inner_output.checked_mul(inner_count) == Some(output_step)
+        };
+        match loops.last_mut() {
+            None if adjoins(run as isize, run, 1) => {
+                run = run.checked_mul(count).ok_or(PlanError::TooLarge)?;
+            }
+            Some(inner) if adjoins(inner.source_step, inner.output_step, inner.count) => {
+                inner.count = inner.count.checked_mul(count).ok_or(PlanError::TooLarge)?;
+            }
+            _ => loops.push(Loop { count, source_step, output_step }),
+        }
+    }
+    loops.reverse();
+    Ok(Block { offset, run, loops })
+}
+
+fn to_usize(value: i64) -> Result<usize, PlanError> {
+    usize::try_from(value).map_err(|_| PlanError::TooLarge)
+}
+
+fn to_bytes(stride: i64, item_size: usize) -> Result<isize, PlanError> {
+    isize::try_from(stride)
+        .ok()
+        .and_then(|stride| stride.checked_mul(item_size as isize))
+        .ok_or(PlanError::TooLarge)
+}
+
+/// Places outputs one after the other into a buffer, each at an aligned offset.
+#[derive(Clone, Debug, Default)]
+pub struct Buffer {
+    nbytes: usize,
+}
+
+impl Buffer {
+    /// Reserves a segment and returns its offset.
+    pub fn place(&mut self, nbytes: usize) -> Result<usize, PlanError> {
+        let offset = align_up(self.nbytes)?;
+        self.nbytes = offset
+            .checked_add(nbytes)
+            .filter(|&end| isize::try_from(end).is_ok())
+            .ok_or(PlanError::TooLarge)?;
+        Ok(offset)
+    }
+
+    /// Bytes from the start of the first segment to the end of the last.
+    pub fn nbytes(&self) -> usize {
+        self.nbytes
+    }
+}

@@ -1,0 +1,298 @@
+//! Buffers: where a batch is gathered to, and the tensors carved out of them.
+//!
+//! A [`Buffer`] is one allocation. While it is filled it has one owner; [`carve`] then
+//! shares it among the tensors made from it:
+//!
+//! ```text
+//! tensor 0 ──> View ─┐
+//! tensor 1 ──> View ─┼──> Arc<Allocation>: [segment 0 | padding | segment 1 | padding | …]
+//! tensor k ──> View ─┘
+//! ```
+//!
+//! Each tensor is a torch storage of its own that covers its own segment alone. Its deleter, which
+//! torch may call on any thread and without the interpreter lock, drops its `View`; the last one
+//! frees the allocation.
+
+use std::alloc::{Layout, alloc, dealloc};
+use std::ffi::{c_int, c_void};
+use std::marker::PhantomData;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+
+use super::exchange::{Door, Leaves, Table};
+use super::reason::{COUNTERS, add};
+use crate::align::SEGMENT_ALIGN;
+use crate::dlpack;
+use crate::error::PlanError;
+use crate::gather::{self, SegmentPtr};
+use crate::plan::{self, Kind, Output, Placement, Way};
+use crate::shape::{self, Dims};
+use crate::source::SourcePtr;
+
+/// From this many bytes on, a gather lets other Python threads run. Below it, giving the lock up
+/// and waiting for it again (up to a switch interval, 5 ms, when others are busy) costs more than
+/// the copy, which takes some 50 us at this size.
+const DETACH_FROM: usize = 1 << 20;
+
+/// Leaves and the output planned from exactly these; the leaves are alive for `'a`.
+pub(super) struct Gather<'a> {
+    output: Output,
+    sources: Vec<SourcePtr>,
+    placement: Placement,
+    _alive: PhantomData<&'a ()>,
+}
+
+/// What a field of tensors becomes, with what it takes to make it.
+pub(super) enum Planned<'a> {
+    /// As [`Way::Alias`].
+    Alias,
+    /// As [`Way::View`].
+    View,
+    /// As [`Way::List`].
+    List,
+    /// As [`Way::Gather`].
+    Gather(Gather<'a>),
+}
+
+impl<'a> Gather<'a> {
+    /// Plans one field.
+    pub(super) fn plan(
+        kind: Kind,
+        leaves: Leaves<'a>,
+        placement: Placement,
+    ) -> Result<Planned<'a>, PlanError> {
+        Ok(match plan::plan_field(kind, &leaves.layouts)? {
+            Way::Alias => Planned::Alias,
+            Way::View => Planned::View,
+            Way::List => Planned::List,
+            Way::Gather(output) => Planned::Gather(Self {
+                output,
+                sources: leaves.into_sources(),
+                placement,
+                _alive: PhantomData,
+            }),
+        })
+    }
+
+    pub(super) fn nbytes(&self) -> usize {
+        self.output.nbytes
+    }
+}
+
+/// Where each gather's output goes: which buffer, and the offset in it.
+pub(super) struct Places {
+    pub(super) places: Vec<(usize, usize)>,
+    pub(super) buffers: Vec<usize>,
+}
+
+/// Kept fields share one compact buffer. A field bound for the device gets its own: whoever keeps
+/// its batch, or lets it go, decides about its bytes alone.
+pub(super) fn place(gathers: &[Gather<'_>]) -> Result<Places, PlanError> {
+    let mut kept = plan::Buffer::default();
+    let any_kept = gathers.iter().any(|gather| gather.placement == Placement::Cpu);
+    let mut buffers = if any_kept { vec![0] } else { vec![] };
+    let mut places = Vec::with_capacity(gathers.len());
+    for gather in gathers {
+        places.push(match gather.placement {
+            Placement::Cpu => (0, kept.place(gather.output.nbytes)?),
+            Placement::Device => {
+                buffers.push(gather.output.nbytes);
+                (buffers.len() - 1, 0)
+            }
+        });
+    }
+    if any_kept {
+        buffers[0] = kept.nbytes();
+    }
+    Ok(Places { places, buffers })
+}
+
+/// Gathers every field and returns its tensor, in order; `None` if the system has no memory.
+///
+/// The tensors are fresh: they share memory with no leaf.
+pub(super) fn make<'py>(
+    py: Python<'py>,
+    door: &Door,
+    gathers: &[Gather<'_>],
+) -> PyResult<Option<Vec<Bound<'py, PyAny>>>> {
+    match door {
+        Door::Table(table) => make_in_buffers(py, table, gathers),
+        Door::Attributes(attributes) => {
+            let mut made = Vec::with_capacity(gathers.len());
+            let mut segments = Vec::with_capacity(gathers.len());
+            for gather in gathers {
+                let (tensor, address) = attributes.empty(py, &gather.output)?;
+                made.push(tensor);
+                segments.push(SegmentPtr::new(address));
+            }
+            fill(py, gathers, segments);
+            Ok(Some(made))
+        }
+    }
+}
+
+fn make_in_buffers<'py>(
+    py: Python<'py>,
+    table: &Table,
+    gathers: &[Gather<'_>],
+) -> PyResult<Option<Vec<Bound<'py, PyAny>>>> {
+    let Ok(Places { places, buffers }) = place(gathers) else {
+        return Ok(None);
+    };
+    let Some(buffers) = buffers.into_iter().map(Buffer::new).collect::<Option<Vec<_>>>() else {
+        return Ok(None);
+    };
+    let segments = places.iter().map(|&(buffer, offset)| buffers[buffer].at(offset)).collect();
+    fill(py, gathers, segments);
+
+    let shared: Vec<_> = buffers.into_iter().map(|buffer| Arc::new(buffer.allocation)).collect();
+    let tensors = gathers.iter().zip(places).map(|(gather, (buffer, offset))| {
+        carve(py, table, &shared[buffer], offset, &gather.output)
+    });
+    tensors.collect::<PyResult<_>>().map(Some)
+}
+
+/// Runs all gathers; `segments` has one address for each, in order, at which nobody else looks.
+fn fill(py: Python<'_>, gathers: &[Gather<'_>], segments: Vec<SegmentPtr>) {
+    let total: usize = gathers.iter().map(Gather::nbytes).fold(0, usize::saturating_add);
+    add(&COUNTERS.bytes_gathered, total as u64);
+    let run = || {
+        for (gather, segment) in gathers.iter().zip(segments) {
+            // SAFETY: (1) a `Gather` is planned from exactly its sources; (2) its leaves are
+            // alive for `'a`; (3) the segment was made for this output, and is fresh memory.
+            unsafe { gather::gather(&gather.output, &gather.sources, segment) };
+        }
+    };
+    if total < DETACH_FROM {
+        run();
+    } else {
+        py.detach(|| {
+            static RUNNING: AtomicUsize = AtomicUsize::new(0);
+            let running = RUNNING.fetch_add(1, Ordering::Relaxed) + 1;
+            COUNTERS.detached_peak.fetch_max(running, Ordering::Relaxed);
+            add(&COUNTERS.detached_gathers, 1);
+            run();
+            RUNNING.fetch_sub(1, Ordering::Relaxed);
+        });
+    }
+}
+
+/// One allocation of host memory, aligned for segments. Its bytes start uninitialised.
+struct Allocation {
+    start: NonNull<u8>,
+    layout: Layout,
+}
+
+// SAFETY: plain memory without a home thread; nothing here reads or writes it through `&self`.
+unsafe impl Send for Allocation {}
+// SAFETY: as above.
+unsafe impl Sync for Allocation {}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `Buffer::new` with this layout, freed only here.
+        unsafe { dealloc(self.start.as_ptr(), self.layout) };
+    }
+}
+
+/// A buffer that is being filled; nobody else can see it yet.
+struct Buffer {
+    allocation: Allocation,
+}
+
+/// What one tensor made from a buffer keeps alive. The managed tensor comes first, so that its
+/// address is the view's.
+#[repr(C)]
+struct View {
+    managed: dlpack::ManagedTensorVersioned,
+    sizes: Dims,
+    strides: Dims,
+    _allocation: Arc<Allocation>,
+}
+
+impl Buffer {
+    /// `None` if the system has no such memory.
+    fn new(nbytes: usize) -> Option<Self> {
+        let layout = Layout::from_size_align(nbytes.max(1), SEGMENT_ALIGN).ok()?;
+        // SAFETY: the layout's size is at least 1.
+        let start = NonNull::new(unsafe { alloc(layout) })?;
+        Some(Self { allocation: Allocation { start, layout } })
+    }
+
+    /// Address of the byte at `offset`, which must not lie beyond the buffer's end.
+    fn at(&self, offset: usize) -> SegmentPtr {
+        assert!(offset <= self.allocation.layout.size(), "a segment beyond its buffer");
+        SegmentPtr::new(self.allocation.start.as_ptr().wrapping_add(offset))
+    }
+}
+
+/// Makes the segment at `offset`, which must be filled, into a tensor.
+///
+/// # Errors
+///
+/// torch's own exception if it refuses.
+fn carve<'py>(
+    py: Python<'py>,
+    table: &Table,
+    allocation: &Arc<Allocation>,
+    offset: usize,
+    output: &Output,
+) -> PyResult<Bound<'py, PyAny>> {
+    let refused = |_| PyRuntimeError::new_err("mmcollate: sizes beyond what DLPack can say");
+    // Everything that torch could object to is settled before it is called: on failure it does
+    // not call the deleter, and freeing here what it may have taken would be worse than the leak.
+    assert!(offset + output.nbytes <= allocation.layout.size(), "a segment beyond its buffer");
+    let ndim = i32::try_from(output.sizes.len()).map_err(refused)?;
+    let strides = shape::contiguous_strides(&output.sizes)
+        .map_err(|_| PyRuntimeError::new_err("mmcollate: strides beyond 64 bits"))?;
+    let data = match output.nbytes {
+        0 => ptr::null_mut(),
+        _ => allocation.start.as_ptr().wrapping_add(offset).cast::<c_void>(),
+    };
+    let mut view = Box::new(View {
+        managed: dlpack::ManagedTensorVersioned {
+            version: dlpack::Version { major: dlpack::MAJOR_VERSION, minor: 0 },
+            manager_ctx: ptr::null_mut(),
+            deleter: Some(release),
+            flags: 0,
+            tensor: dlpack::Tensor {
+                data,
+                device: dlpack::Device { device_type: dlpack::DEVICE_CPU, device_id: 0 },
+                ndim,
+                dtype: output.dtype,
+                shape: ptr::null_mut(),
+                strides: ptr::null_mut(),
+                byte_offset: 0,
+            },
+        },
+        sizes: output.sizes.clone(),
+        strides,
+        _allocation: Arc::clone(allocation),
+    });
+    // The view stays where it is from here on, so pointers into it are good.
+    view.managed.tensor.shape = view.sizes.as_mut_ptr();
+    view.managed.tensor.strides = view.strides.as_mut_ptr();
+    let managed = Box::into_raw(view).cast::<dlpack::ManagedTensorVersioned>();
+    let mut object: *mut c_void = ptr::null_mut();
+    // SAFETY: attached (`py`); `managed` is a filled struct of this major version whose deleter
+    // frees it, and torch takes it over.
+    let code: c_int = unsafe { (table.to_py_object)(managed, &raw mut object) };
+    if code != 0 {
+        return Err(PyErr::fetch(py));
+    }
+    // SAFETY: torch returned 0, so `object` is a new reference to a tensor.
+    unsafe { Bound::from_owned_ptr_or_err(py, object.cast()) }
+}
+
+/// # Safety
+///
+/// `managed` came from `Box::into_raw` of a [`View`] and is released once.
+unsafe extern "C" fn release(managed: *mut dlpack::ManagedTensorVersioned) {
+    // SAFETY: by the contract above; `managed` is the first field of a `repr(C)` view, so both
+    // have the same address.
+    drop(unsafe { Box::from_raw(managed.cast::<View>()) });
+}

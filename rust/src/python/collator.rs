@@ -1,0 +1,618 @@
+//! One batch, from items to outputs: walk, decide, gather, hand the rest to the reference.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList, PyString, PyTuple};
+
+use super::buffer::{self, Gather, Planned};
+use super::exchange::{Door, Leaves};
+use super::guard::{self, Torch};
+use super::items::{Declared, FieldTypes, Form, Next, Table, Walker, is_scalar};
+use super::reason::{COUNTERS, Reason, add};
+use crate::plan::{Kind, Placement};
+
+/// Where the caller wants the batch.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Target {
+    /// Each value stays where it is.
+    AsIs,
+    /// On the host.
+    Cpu,
+    /// On a device: kept fields on the host, the others are copied by the reference.
+    Device,
+}
+
+/// What becomes of one field.
+enum Decision<'a> {
+    /// The first value itself.
+    Alias,
+    /// The only tensor with a new first dimension.
+    View,
+    /// A new list of the values.
+    List,
+    /// A new list of what the values, themselves lists, hold.
+    Flatten,
+    /// A fresh tensor.
+    Gather(Gather<'a>),
+    /// Whatever the reference makes of it.
+    Reference(Reason),
+}
+
+/// Collates items of one form. Holds no data between calls.
+#[pyclass(frozen, module = "mmcollate._core")]
+pub(super) struct Collator {
+    form: Form,
+    types: FieldTypes,
+    torch: Torch,
+    door: Door,
+    /// `reduce(key, field, values or elements, device, pin_memory, reason, context)`: the
+    /// reference for one field.
+    reduce: Py<PyAny>,
+    /// `can_batch(left, right)`: the reference's comparison of two items.
+    can_batch: Py<PyAny>,
+}
+
+#[pymethods]
+impl Collator {
+    /// Of items whose attribute `data` is a dict of elements with `data` and `field`.
+    #[staticmethod]
+    #[pyo3(signature = (*, item, element, batched, flat, shared, reduce, can_batch, only_device_contexts, skip_table=false))]
+    #[allow(clippy::too_many_arguments)]
+    fn of_elements(
+        py: Python<'_>,
+        item: Py<PyAny>,
+        element: Py<PyAny>,
+        batched: Py<PyAny>,
+        flat: Py<PyAny>,
+        shared: Py<PyAny>,
+        reduce: Py<PyAny>,
+        can_batch: Py<PyAny>,
+        only_device_contexts: Py<PyAny>,
+        skip_table: bool,
+    ) -> PyResult<Self> {
+        let types = FieldTypes { batched, flat, shared };
+        let form = Form::Elements { item, element };
+        Self::new(py, form, types, reduce, can_batch, only_device_contexts, skip_table)
+    }
+
+    /// Of mappings from name to value.
+    #[staticmethod]
+    #[pyo3(signature = (*, normalize, report, batched, flat, shared, reduce, can_batch, only_device_contexts, skip_table=false))]
+    #[allow(clippy::too_many_arguments)]
+    fn of_mappings(
+        py: Python<'_>,
+        normalize: Py<PyAny>,
+        report: Py<PyAny>,
+        batched: Py<PyAny>,
+        flat: Py<PyAny>,
+        shared: Py<PyAny>,
+        reduce: Py<PyAny>,
+        can_batch: Py<PyAny>,
+        only_device_contexts: Py<PyAny>,
+        skip_table: bool,
+    ) -> PyResult<Self> {
+        let types = FieldTypes { batched, flat, shared };
+        let form = Form::Plain { normalize, report };
+        Self::new(py, form, types, reduce, can_batch, only_device_contexts, skip_table)
+    }
+
+    /// Collates the group that starts at `start`; it ends before `stop` at the latest. Returns the
+    /// index after its last item, and its batch: `None` if only the reference can make it.
+    #[allow(clippy::too_many_arguments)]
+    fn next_group<'py>(
+        &self,
+        py: Python<'py>,
+        items: &Bound<'py, PyAny>,
+        start: usize,
+        stop: usize,
+        fields: Option<&Bound<'py, PyDict>>,
+        device: &Bound<'py, PyAny>,
+        pin_memory: &Bound<'py, PyAny>,
+        context: &Bound<'py, PyAny>,
+    ) -> PyResult<(usize, Option<Bound<'py, PyDict>>)> {
+        let call = Call::new(self, py, device, pin_memory, context)?;
+        let (end, table) = self.walk_group(&call, items, start, stop, fields)?;
+        let batch = table.map(|table| self.collate(&call, &table)).transpose()?;
+        if batch.is_none() {
+            COUNTERS.count_reference(Reason::ItemClass);
+        }
+        Ok((end, batch))
+    }
+
+    /// Collates all items into one batch, as they are; `None` if only the reference can.
+    fn batch<'py>(
+        &self,
+        py: Python<'py>,
+        items: &Bound<'py, PyAny>,
+        device: &Bound<'py, PyAny>,
+        pin_memory: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let context = py.None().into_bound(py);
+        let call = Call::new(self, py, device, pin_memory, &context)?;
+        let walker = self.walker(None, &context);
+        let mut table: Option<Table<'py>> = None;
+        for (at, item) in items.try_iter()?.enumerate() {
+            let item = item?;
+            match &mut table {
+                None => table = walker.first(item, at)?,
+                Some(rows) => match walker.next(rows, item, at, false)? {
+                    Next::Joined => {}
+                    Next::Differs | Next::Unsure => table = None,
+                },
+            }
+            if table.is_none() {
+                COUNTERS.count_reference(Reason::ItemClass);
+                return Ok(None);
+            }
+        }
+        match table {
+            Some(table) => self.collate(&call, &table).map(Some),
+            None => Ok(Some(PyDict::new(py))),
+        }
+    }
+
+    /// What `next_group` would do, without doing it: the end of the group, and for each field
+    /// `(name, placement, way, bytes, buffer, offset, reason)`; `None` where the reference would
+    /// take the whole group.
+    #[allow(clippy::type_complexity, clippy::too_many_arguments)]
+    fn explain_group<'py>(
+        &self,
+        py: Python<'py>,
+        items: &Bound<'py, PyAny>,
+        start: usize,
+        stop: usize,
+        fields: Option<&Bound<'py, PyDict>>,
+        device: &Bound<'py, PyAny>,
+        pin_memory: &Bound<'py, PyAny>,
+        context: &Bound<'py, PyAny>,
+    ) -> PyResult<(usize, Option<Bound<'py, PyList>>)> {
+        let call = Call::new(self, py, device, pin_memory, context)?;
+        let (end, table) = self.walk_group(&call, items, start, stop, fields)?;
+        let Some(table) = table else {
+            return Ok((end, None));
+        };
+        let (declared, decisions) = self.decide_all(&call, &table)?;
+        let mut gathers = Vec::new();
+        let mut rows = Vec::with_capacity(decisions.len());
+        for (k, decision) in decisions.into_iter().enumerate() {
+            let placement = if declared[k].keep_on_cpu { "cpu" } else { "device" };
+            let (way, reason) = match decision {
+                Decision::Alias => ("alias", ""),
+                Decision::View => ("view", ""),
+                Decision::List | Decision::Flatten => ("list", ""),
+                Decision::Reference(reason) => ("reference", reason.name()),
+                Decision::Gather(gather) => {
+                    gathers.push(gather);
+                    ("gather", "")
+                }
+            };
+            rows.push((k, placement, way, reason));
+        }
+        let places = buffer::place(&gathers)
+            .map_err(|error| pyo3::exceptions::PyOverflowError::new_err(error.to_string()))?;
+        let mut placed = gathers.iter().zip(places.places);
+        let report = PyList::empty(py);
+        for (k, placement, way, reason) in rows {
+            let (nbytes, buffer, offset) = match (way, placed.len()) {
+                ("gather", 1..) => match placed.next() {
+                    Some((gather, (buffer, offset))) => {
+                        (gather.nbytes(), Some(buffer), Some(offset))
+                    }
+                    None => (0, None, None),
+                },
+                _ => (0, None, None),
+            };
+            report.append((&table.keys[k], placement, way, nbytes, buffer, offset, reason))?;
+        }
+        Ok((end, Some(report)))
+    }
+
+    /// Whether tensors are read through torch's exchange table.
+    #[getter]
+    fn has_exchange_table(&self) -> bool {
+        self.door.has_table()
+    }
+}
+
+/// The arguments of one call.
+struct Call<'a, 'py> {
+    py: Python<'py>,
+    device: &'a Bound<'py, PyAny>,
+    pin_memory: &'a Bound<'py, PyAny>,
+    context: &'a Bound<'py, PyAny>,
+    target: Target,
+    pinned: bool,
+    /// A torch mode wants to see the operations.
+    observed: bool,
+}
+
+impl<'a, 'py> Call<'a, 'py> {
+    fn new(
+        collator: &Collator,
+        py: Python<'py>,
+        device: &'a Bound<'py, PyAny>,
+        pin_memory: &'a Bound<'py, PyAny>,
+        context: &'a Bound<'py, PyAny>,
+    ) -> PyResult<Self> {
+        // The reference knows the host by these two spellings alone: "cpu:0" is a device to it.
+        let target = if device.is_none() {
+            Target::AsIs
+        } else if let Ok(name) = device.cast_exact::<PyString>() {
+            if name.to_cow()? == "cpu" { Target::Cpu } else { Target::Device }
+        } else if device.get_type_ptr().cast() == collator.torch.device_type.as_ptr()
+            && device.eq(&collator.torch.cpu)?
+        {
+            Target::Cpu
+        } else {
+            Target::Device
+        };
+        Ok(Self {
+            py,
+            device,
+            pin_memory,
+            context,
+            target,
+            pinned: pin_memory.is_truthy()?,
+            observed: collator.torch.is_observed(py)?,
+        })
+    }
+}
+
+impl Collator {
+    fn new(
+        py: Python<'_>,
+        form: Form,
+        types: FieldTypes,
+        reduce: Py<PyAny>,
+        can_batch: Py<PyAny>,
+        only_device_contexts: Py<PyAny>,
+        skip_table: bool,
+    ) -> PyResult<Self> {
+        let torch = py.import(intern!(py, "torch"))?;
+        Ok(Self {
+            form,
+            types,
+            torch: Torch::new(&torch, only_device_contexts)?,
+            door: Door::open(&torch, skip_table)?,
+            reduce,
+            can_batch,
+        })
+    }
+
+    fn walker<'a, 'py>(
+        &'a self,
+        fields: Option<&'a Bound<'py, PyDict>>,
+        context: &'a Bound<'py, PyAny>,
+    ) -> Walker<'a, 'py> {
+        let Self { form, types, torch, door, .. } = self;
+        Walker { form, types, torch, door, fields, context }
+    }
+
+    /// The group from `start` on: its end, and its rows unless only the reference can read them.
+    fn walk_group<'py>(
+        &self,
+        call: &Call<'_, 'py>,
+        items: &Bound<'py, PyAny>,
+        start: usize,
+        stop: usize,
+        fields: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<(usize, Option<Table<'py>>)> {
+        let walker = self.walker(fields, call.context);
+        let mut left = items.get_item(start)?;
+        let mut table = walker.first(left.clone(), start)?;
+        let mut end = start + 1;
+        // The length is asked for each time: the caller may change the list between groups.
+        while end < stop && end < items.len()? {
+            let right = items.get_item(end)?;
+            let next = match &mut table {
+                Some(rows) if !call.observed => walker.next(rows, right.clone(), end, true)?,
+                _ => Next::Unsure,
+            };
+            match next {
+                Next::Joined => {}
+                Next::Differs => break,
+                Next::Unsure => {
+                    let can_batch = self.can_batch.bind(call.py);
+                    if !can_batch.call1((&left, &right, fields, call.context))?.is_truthy()? {
+                        break;
+                    }
+                    if let Some(rows) = &mut table
+                        && !matches!(walker.next(rows, right.clone(), end, false)?, Next::Joined)
+                    {
+                        table = None;
+                    }
+                }
+            }
+            left = right;
+            end += 1;
+        }
+        Ok((end, table))
+    }
+
+    fn decide_all<'a>(
+        &self,
+        call: &Call<'_, '_>,
+        table: &'a Table<'_>,
+    ) -> PyResult<(Vec<Declared>, Vec<Decision<'a>>)> {
+        let mut declared = Vec::with_capacity(table.keys.len());
+        let mut decisions = Vec::with_capacity(table.keys.len());
+        let mut grad_enabled = None;
+        for k in 0..table.keys.len() {
+            let field = self.types.read(&table.fields[k])?;
+            let decision = if call.observed {
+                Decision::Reference(Reason::TorchMode)
+            } else if table.mixed[k] {
+                Decision::Reference(Reason::MixedKinds)
+            } else {
+                self.decide(call, table, k, &field, &mut grad_enabled)?
+            };
+            declared.push(field);
+            decisions.push(decision);
+        }
+        Ok((declared, decisions))
+    }
+
+    fn decide<'a>(
+        &self,
+        call: &Call<'_, '_>,
+        table: &'a Table<'_>,
+        k: usize,
+        declared: &Declared,
+        grad_enabled: &mut Option<bool>,
+    ) -> PyResult<Decision<'a>> {
+        let Some(kind) = declared.kind else {
+            return Ok(Decision::Reference(Reason::FieldClass));
+        };
+        let to_cpu = match call.target {
+            Target::AsIs => false,
+            Target::Cpu => true,
+            Target::Device if declared.keep_on_cpu => true,
+            Target::Device => return Ok(Decision::Reference(Reason::DeviceTarget)),
+        };
+        // A value that torch would hand through: any where nothing moves, else one that is on the
+        // host already.
+        let stays = |value: &Bound<'_, PyAny>| -> PyResult<bool> {
+            Ok(is_scalar(value)
+                || self.torch.is_tensor(value)
+                    && (!to_cpu || value.getattr(intern!(call.py, "is_cpu"))?.is_truthy()?))
+        };
+        let first = table.first(k);
+        if kind == Kind::Shared {
+            return Ok(if !to_cpu || stays(first)? {
+                Decision::Alias
+            } else {
+                Decision::Reference(Reason::NotOnCpu)
+            });
+        }
+        if !self.torch.is_tensor(first) {
+            return self.decide_values(call, table, k, kind, to_cpu, &stays);
+        }
+        if table.rows() == 1 {
+            return Ok(if !stays(first)? {
+                Decision::Reference(Reason::NotOnCpu)
+            } else if kind == Kind::Batched {
+                Decision::View
+            } else {
+                Decision::Alias
+            });
+        }
+        if call.pinned && call.target == Target::AsIs && !declared.keep_on_cpu {
+            return Ok(Decision::Reference(Reason::Pinned));
+        }
+        let grad_enabled = match *grad_enabled {
+            Some(known) => known,
+            None => *grad_enabled.insert(self.torch.is_grad_enabled(call.py)?),
+        };
+        let placement = if declared.keep_on_cpu { Placement::Cpu } else { Placement::Device };
+        self.decide_tensors(call, table, k, kind, placement, grad_enabled, &stays)
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn decide_tensors<'a>(
+        &self,
+        call: &Call<'_, '_>,
+        table: &'a Table<'_>,
+        k: usize,
+        kind: Kind,
+        placement: Placement,
+        grad_enabled: bool,
+        stays: &dyn Fn(&Bound<'_, PyAny>) -> PyResult<bool>,
+    ) -> PyResult<Decision<'a>> {
+        let mut leaves: Option<Leaves<'a>> = None;
+        for leaf in table.column(k) {
+            if !self.torch.is_tensor(leaf) {
+                // Only a list of tensors alone is stacked or concatenated.
+                return if kind == Kind::Batched && is_scalar(leaf) {
+                    self.decide_values(call, table, k, kind, true, stays)
+                } else {
+                    Ok(Decision::Reference(Reason::MixedLeaves))
+                };
+            }
+            if kind == Kind::Batched
+                && leaves.as_ref().is_some_and(|leaves| !leaves.layouts.uniform())
+            {
+                // A ragged list is what it is, whatever else its leaves are.
+                if !stays(leaf)? {
+                    return Ok(Decision::Reference(Reason::NotOnCpu));
+                }
+                continue;
+            }
+            let borrowed = match guard::readable(&self.door, &self.torch, leaf, grad_enabled)? {
+                Ok(borrowed) => borrowed,
+                Err(reason) => return Ok(Decision::Reference(reason)),
+            };
+            match &mut leaves {
+                Some(leaves) if borrowed.dtype() != leaves.layouts.dtype() => {
+                    return Ok(Decision::Reference(Reason::MixedDtypes));
+                }
+                Some(leaves) => leaves.push(&borrowed),
+                None => leaves = Leaves::start(&borrowed, table.rows()),
+            }
+        }
+        let Some(leaves) = leaves else {
+            return Ok(Decision::Reference(Reason::Dtype));
+        };
+        Ok(match Gather::plan(kind, leaves, placement) {
+            Ok(Planned::Alias) => Decision::Alias,
+            Ok(Planned::View) => Decision::View,
+            Ok(Planned::List) => Decision::List,
+            Ok(Planned::Gather(gather)) => Decision::Gather(gather),
+            Err(error) => Decision::Reference(error.into()),
+        })
+    }
+
+    /// A field whose first value is no tensor: plain scalars, or lists.
+    fn decide_values<'a>(
+        &self,
+        _call: &Call<'_, '_>,
+        table: &'a Table<'_>,
+        k: usize,
+        kind: Kind,
+        to_cpu: bool,
+        stays: &dyn Fn(&Bound<'_, PyAny>) -> PyResult<bool>,
+    ) -> PyResult<Decision<'a>> {
+        let is_list = |value: &Bound<'_, PyAny>| {
+            value.is_exact_instance_of::<PyList>() || value.is_exact_instance_of::<PyTuple>()
+        };
+        match kind {
+            Kind::Flat { dim } => {
+                for value in table.column(k) {
+                    if !is_list(value) {
+                        return Ok(Decision::Reference(Reason::NotATensor));
+                    }
+                    if to_cpu {
+                        for inner in value.try_iter()? {
+                            if !stays(&inner?)? {
+                                return Ok(Decision::Reference(Reason::Nested));
+                            }
+                        }
+                    }
+                }
+                Ok(if dim == 0 { Decision::Flatten } else { Decision::Reference(Reason::Dim) })
+            }
+            _ => {
+                let mut only_tensors = true;
+                for value in table.column(k) {
+                    only_tensors &= self.torch.is_tensor(value);
+                    // Lists are passed on as they are, but rebuilt where leaves may move.
+                    if is_list(value) && !to_cpu {
+                        continue;
+                    }
+                    if !stays(value)? {
+                        return Ok(Decision::Reference(if is_list(value) {
+                            Reason::Nested
+                        } else {
+                            Reason::NotATensor
+                        }));
+                    }
+                }
+                Ok(if only_tensors {
+                    Decision::Reference(Reason::MixedLeaves)
+                } else {
+                    Decision::List
+                })
+            }
+        }
+    }
+
+    fn collate<'py>(
+        &self,
+        call: &Call<'_, 'py>,
+        table: &Table<'py>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let py = call.py;
+        let (_, mut decisions) = self.decide_all(call, table)?;
+        let mut gathers = Vec::new();
+        let mut gathered = Vec::new();
+        for (k, decision) in decisions.iter_mut().enumerate() {
+            if let Decision::Gather(_) = decision
+                && let Decision::Gather(gather) =
+                    std::mem::replace(decision, Decision::Reference(Reason::NoMemory))
+            {
+                gathers.push(gather);
+                gathered.push(k);
+            }
+        }
+        let mut made = match gathers.is_empty() {
+            true => None,
+            false => buffer::make(py, &self.door, &gathers)?,
+        }
+        .into_iter()
+        .flatten()
+        .zip(gathered)
+        .peekable();
+
+        let batch = PyDict::new(py);
+        for (k, decision) in decisions.iter().enumerate() {
+            let values = table.column(k);
+            let output = if let Some((tensor, _)) = made.next_if(|&(_, at)| at == k) {
+                add(&COUNTERS.gather, 1);
+                tensor
+            } else {
+                match decision {
+                    Decision::Alias => {
+                        add(&COUNTERS.alias, 1);
+                        table.first(k).clone()
+                    }
+                    Decision::View => {
+                        add(&COUNTERS.view, 1);
+                        // `leaf[None]` is `leaf.unsqueeze(0)` without the look-up of a method.
+                        table.first(k).get_item(py.None())?
+                    }
+                    Decision::List => {
+                        add(&COUNTERS.list, 1);
+                        PyList::new(py, values)?.into_any()
+                    }
+                    Decision::Flatten => {
+                        add(&COUNTERS.list, 1);
+                        let flat = PyList::empty(py);
+                        for value in values {
+                            for inner in value.try_iter()? {
+                                flat.append(inner?)?;
+                            }
+                        }
+                        flat.into_any()
+                    }
+                    Decision::Gather(_) => unreachable!("taken out above"),
+                    Decision::Reference(reason) => self.reduce(call, table, k, *reason)?,
+                }
+            };
+            batch.set_item(&table.keys[k], output)?;
+        }
+        add(&COUNTERS.batches, 1);
+        add(&COUNTERS.items, table.rows() as u64);
+        Ok(batch)
+    }
+
+    /// Hands one field to the reference.
+    fn reduce<'py>(
+        &self,
+        call: &Call<'_, 'py>,
+        table: &Table<'py>,
+        k: usize,
+        reason: Reason,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = call.py;
+        COUNTERS.count_reference(reason);
+        let key = &table.keys[k];
+        let column = match &self.form {
+            Form::Plain { .. } => PyList::new(py, table.column(k))?,
+            Form::Elements { .. } => {
+                let elements = PyList::empty(py);
+                for item in &table.items {
+                    elements.append(item.get_item(key)?)?;
+                }
+                elements
+            }
+        };
+        self.reduce.bind(py).call1((
+            key,
+            &table.fields[k],
+            column,
+            call.device,
+            call.pin_memory,
+            reason.name(),
+            call.context,
+        ))
+    }
+}

@@ -1,0 +1,333 @@
+//! Walking items: from mappings of fields to one table of values.
+
+use pyo3::exceptions::PyTypeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyMapping, PyString};
+
+use super::exchange::Door;
+use super::guard::Torch;
+use crate::plan::Kind;
+
+/// The classes of the three kinds of fields.
+pub(super) struct FieldTypes {
+    pub(super) batched: Py<PyAny>,
+    pub(super) flat: Py<PyAny>,
+    pub(super) shared: Py<PyAny>,
+}
+
+/// A field's declaration, read once for a batch.
+pub(super) struct Declared {
+    /// `None` if the class is none of the three, or its dimension no plain integer.
+    pub(super) kind: Option<Kind>,
+    pub(super) keep_on_cpu: bool,
+}
+
+impl FieldTypes {
+    pub(super) fn read(&self, field: &Bound<'_, PyAny>) -> PyResult<Declared> {
+        let py = field.py();
+        let class = field.get_type_ptr().cast();
+        let kind = if class == self.batched.as_ptr() {
+            Some(Kind::Batched)
+        } else if class == self.shared.as_ptr() {
+            Some(Kind::Shared)
+        } else if class == self.flat.as_ptr() {
+            let dim = field.getattr(intern!(py, "dim"))?;
+            let dim = dim.is_exact_instance_of::<PyInt>().then(|| dim.extract().ok()).flatten();
+            dim.map(|dim| Kind::Flat { dim })
+        } else {
+            None
+        };
+        let keep_on_cpu = match kind {
+            Some(_) => field.getattr(intern!(py, "keep_on_cpu"))?.is_truthy()?,
+            None => false,
+        };
+        Ok(Declared { kind, keep_on_cpu })
+    }
+
+    fn is_shared(&self, field: &Bound<'_, PyAny>) -> bool {
+        field.get_type_ptr().cast() == self.shared.as_ptr()
+    }
+}
+
+/// The two forms in which items come.
+pub(super) enum Form {
+    /// Objects whose attribute `data` is a dict of elements, each with `data` and `field`.
+    Elements {
+        /// The item's class, exactly.
+        item: Py<PyAny>,
+        /// The element's class, exactly.
+        element: Py<PyAny>,
+    },
+    /// Mappings from name to value; what the fields are is said once for all.
+    Plain {
+        /// Makes a tensor of what counts as one (numpy arrays); called for values that are
+        /// neither tensors nor plain scalars.
+        normalize: Py<PyAny>,
+        /// Raises the error for an item that can't be read.
+        report: Py<PyAny>,
+    },
+}
+
+/// Items that agree on their fields, as rows of values.
+pub(super) struct Table<'py> {
+    pub(super) items: Vec<Bound<'py, PyAny>>,
+    pub(super) keys: Vec<Bound<'py, PyAny>>,
+    /// The first item's fields: they decide for the batch.
+    pub(super) fields: Vec<Bound<'py, PyAny>>,
+    /// Whether an item declares another kind for this field than the first.
+    pub(super) mixed: Vec<bool>,
+    shared: Vec<bool>,
+    /// Row by row.
+    values: Vec<Bound<'py, PyAny>>,
+}
+
+/// What the next item is to the rows before it.
+pub(super) enum Next {
+    /// It belongs to them, and has become a row.
+    Joined,
+    /// It starts a new group.
+    Differs,
+    /// Only the reference's own comparison can tell.
+    Unsure,
+}
+
+impl<'py> Table<'py> {
+    pub(super) fn rows(&self) -> usize {
+        self.items.len()
+    }
+
+    /// The values of one field, item by item.
+    pub(super) fn column(&self, k: usize) -> impl ExactSizeIterator<Item = &Bound<'py, PyAny>> {
+        self.values.iter().skip(k).step_by(self.keys.len().max(1))
+    }
+
+    /// The first item's value of one field.
+    pub(super) fn first(&self, k: usize) -> &Bound<'py, PyAny> {
+        &self.values[k]
+    }
+}
+
+/// What walking needs: how items look, and what the fields are.
+pub(super) struct Walker<'a, 'py> {
+    pub(super) form: &'a Form,
+    pub(super) types: &'a FieldTypes,
+    pub(super) torch: &'a Torch,
+    pub(super) door: &'a Door,
+    /// Plain items' fields.
+    pub(super) fields: Option<&'a Bound<'py, PyDict>>,
+    /// Handed to `report`.
+    pub(super) context: &'a Bound<'py, PyAny>,
+}
+
+impl<'py> Walker<'_, 'py> {
+    /// The first item of a group; `None` if it is of another class than the form's.
+    pub(super) fn first(&self, item: Bound<'py, PyAny>, at: usize) -> PyResult<Option<Table<'py>>> {
+        let Some(mapping) = self.mapping(&item, at)? else {
+            return Ok(None);
+        };
+        let width = mapping.len();
+        let mut table = Table {
+            items: vec![item],
+            keys: Vec::with_capacity(width),
+            fields: Vec::with_capacity(width),
+            mixed: vec![false; width],
+            shared: Vec::with_capacity(width),
+            values: Vec::with_capacity(width),
+        };
+        for (key, element) in mapping.iter() {
+            let Some((value, field)) = self.element(&key, element, at)? else {
+                return Ok(None);
+            };
+            table.shared.push(self.types.is_shared(&field));
+            table.keys.push(key);
+            table.fields.push(field);
+            table.values.push(value);
+        }
+        Ok(Some(table))
+    }
+
+    /// Adds an item to the group if it belongs there. With `compare`, shared values must be equal
+    /// and the kinds the same; without, a differing kind is noted.
+    pub(super) fn next(
+        &self,
+        table: &mut Table<'py>,
+        item: Bound<'py, PyAny>,
+        at: usize,
+        compare: bool,
+    ) -> PyResult<Next> {
+        let Some(mapping) = self.mapping(&item, at)? else {
+            return Ok(Next::Unsure);
+        };
+        let width = table.keys.len();
+        if mapping.len() != width {
+            return Ok(Next::Differs);
+        }
+        let before = table.values.len();
+        let joined = self.read_row(table, &mapping, at, compare);
+        if !matches!(joined, Ok(Next::Joined)) {
+            table.values.truncate(before);
+            return joined;
+        }
+        table.items.push(item);
+        joined
+    }
+
+    fn read_row(
+        &self,
+        table: &mut Table<'py>,
+        mapping: &Bound<'py, PyDict>,
+        at: usize,
+        compare: bool,
+    ) -> PyResult<Next> {
+        // Items of one model have their fields in one order and often under the same string
+        // objects; while that holds, no key is looked up.
+        let mut lockstep = Some(mapping.iter());
+        let start = table.values.len();
+        for k in 0..table.keys.len() {
+            let in_order = lockstep.as_mut().and_then(|entries| entries.next());
+            let element = match in_order {
+                Some((key, element)) if key.is(&table.keys[k]) => element,
+                _ => {
+                    lockstep = None;
+                    match mapping.get_item(&table.keys[k])? {
+                        Some(element) => element,
+                        None => return Ok(Next::Differs),
+                    }
+                }
+            };
+            let Some((value, field)) = self.element(&table.keys[k], element, at)? else {
+                return Ok(Next::Unsure);
+            };
+            let first = &table.fields[k];
+            if !field.is(first) && field.get_type_ptr() != first.get_type_ptr() {
+                if compare {
+                    // Which key comes first decides between "differs" and an exception of a
+                    // shared value's comparison.
+                    return Ok(if table.shared.contains(&true) {
+                        Next::Unsure
+                    } else {
+                        Next::Differs
+                    });
+                }
+                table.mixed[k] = true;
+            }
+            if compare && table.shared[k] {
+                let left = &table.values[start - table.keys.len() + k];
+                match self.shared_equal(left, &value)? {
+                    Some(true) => {}
+                    Some(false) if table.shared.iter().filter(|&&shared| shared).count() == 1 => {
+                        return Ok(Next::Differs);
+                    }
+                    _ => return Ok(Next::Unsure),
+                }
+            }
+            table.values.push(value);
+        }
+        Ok(Next::Joined)
+    }
+
+    /// The item as a dict from names to elements; `None` if it is of another class.
+    fn mapping(&self, item: &Bound<'py, PyAny>, at: usize) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let py = item.py();
+        match self.form {
+            Form::Elements { item: class, .. } => {
+                if item.get_type_ptr().cast() != class.as_ptr() {
+                    return Ok(None);
+                }
+                let data = item.getattr(intern!(py, "data"))?;
+                Ok(data.cast_into_exact::<PyDict>().ok())
+            }
+            Form::Plain { .. } => {
+                if let Ok(dict) = item.cast_exact::<PyDict>() {
+                    return Ok(Some(dict.clone()));
+                }
+                if item.cast::<PyMapping>().is_ok() {
+                    let dict = PyDict::new(py);
+                    dict.update(item.cast::<PyMapping>().map_err(PyErr::from)?)?;
+                    return Ok(Some(dict));
+                }
+                Err(self.report(intern!(py, "not_a_mapping"), item, at, py.None().bind(py)))
+            }
+        }
+    }
+
+    /// The element's value and field; `None` if it is of another class.
+    #[allow(clippy::type_complexity)]
+    fn element(
+        &self,
+        key: &Bound<'py, PyAny>,
+        element: Bound<'py, PyAny>,
+        at: usize,
+    ) -> PyResult<Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
+        let py = element.py();
+        match self.form {
+            Form::Elements { element: class, .. } => {
+                if element.get_type_ptr().cast() != class.as_ptr() {
+                    return Ok(None);
+                }
+                let value = element.getattr(intern!(py, "data"))?;
+                let field = element.getattr(intern!(py, "field"))?;
+                Ok(Some((value, field)))
+            }
+            Form::Plain { normalize, .. } => {
+                let field = self.fields.map(|fields| fields.get_item(key)).transpose()?.flatten();
+                let Some(field) = field else {
+                    return Err(self.report(intern!(py, "unknown_field"), &element, at, key));
+                };
+                let value = if self.torch.is_tensor(&element) || is_scalar(&element) {
+                    element
+                } else {
+                    normalize.bind(py).call1((&element, key, at, self.context))?
+                };
+                Ok(Some((value, field)))
+            }
+        }
+    }
+
+    fn report(
+        &self,
+        what: &Bound<'py, PyString>,
+        item: &Bound<'py, PyAny>,
+        at: usize,
+        key: &Bound<'py, PyAny>,
+    ) -> PyErr {
+        let py = item.py();
+        let Form::Plain { report, .. } = self.form else {
+            return PyTypeError::new_err("mmcollate: an item that can't be read");
+        };
+        match report.bind(py).call1((what, item, at, key, self.context)) {
+            Ok(error) => PyErr::from_value(error),
+            Err(error) => error,
+        }
+    }
+
+    /// Whether two shared values are equal, where that can be said without running any code that
+    /// may raise; `None` otherwise. As in the reference, a NaN is never equal, not even to itself.
+    fn shared_equal(
+        &self,
+        left: &Bound<'py, PyAny>,
+        right: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<bool>> {
+        if is_scalar(left) && is_scalar(right) {
+            return left.eq(right).map(Some);
+        }
+        if !self.torch.is_tensor(left) || !self.torch.is_tensor(right) {
+            return Ok(None);
+        }
+        let (Some(a), Some(b)) = (self.door.borrow(left), self.door.borrow(right)) else {
+            return Ok(None);
+        };
+        Ok(a.same_whole_numbers(&b))
+    }
+}
+
+/// Values that no rule of the reference looks into: it passes them on as they are.
+pub(super) fn is_scalar(value: &Bound<'_, PyAny>) -> bool {
+    value.is_none()
+        || value.is_exact_instance_of::<PyInt>()
+        || value.is_exact_instance_of::<PyFloat>()
+        || value.is_exact_instance_of::<PyBool>()
+        || value.is_exact_instance_of::<PyString>()
+        || value.is_exact_instance_of::<PyBytes>()
+}
