@@ -233,29 +233,10 @@ def test_empty_and_meta_outputs_share_by_storage():
         differs(torch.empty_like(leaf).unsqueeze(0), leaf.unsqueeze(0), "shares", inputs=[leaf])
 
 
-def test_a_view_of_adjacent_inputs_passes_only_where_allowed():
+def test_a_view_of_adjacent_inputs_is_no_copy_of_them():
     base = torch.arange(6)
-    inputs = [base[:2], base[2:4]]
     batch = base[:4].view(2, 2)
-    copy = batch.clone()
-    assert_same(batch, copy, inputs=inputs, adjacent_views=True)
-    differs(batch, copy, "ours shares", inputs=inputs)
-    # a view that covers memory which is no leaf's
-    gapped = base.as_strided((2, 2), (3, 1))
-    differs(gapped, gapped.clone(), "ours shares", inputs=[base[:2], base[3:5]], strides=False)
-    wider = base[:6].view(3, 2)
-    differs(wider, wider.clone(), "ours shares", inputs=inputs, adjacent_views=True)
-    # a view of part of a leaf
-    part = base[1:3]
-    differs(part, part.clone(), "ours shares", inputs=inputs, adjacent_views=True)
-
-
-def test_a_view_of_adjacent_columns_is_checked_element_by_element():
-    base = torch.arange(12).view(2, 6)
-    columns = [base[:, :3], base[:, 3:]]
-    assert_same(base.view(2, 6), base.clone(), inputs=columns, adjacent_views=True)
-    missing = [base[:, :3], base[:, 4:]]
-    differs(base.view(2, 6), base.clone(), "ours shares", inputs=missing, adjacent_views=True)
+    differs(batch, batch.clone(), "ours shares", inputs=[base[:2], base[2:4]])
 
 
 def test_outputs_that_overlap_one_another_are_seen():

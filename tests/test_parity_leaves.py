@@ -21,10 +21,10 @@ from vllm.multimodal.inputs import (
     MultiModalSharedField,
 )
 from vllm_items import (
-    ADJACENT_VIEWS,
     DEVICES,
     GRAD_MODES,
     HAS_ACCELERATOR,
+    ORIGINAL,
     batched,
     flat,
     item,
@@ -70,9 +70,8 @@ def test_a_batch_of_mixed_field_classes_is_a_value_error(first, second, device):
     items = [item(x=MultiModalFieldElem(ones(2, 3), FIELDS[k])) for k in (first, second, first)]
     theirs = assert_same_outcome(
         lambda: plugin.batch_mm_items(items, device=device),
-        lambda: plugin.originals()[1](items, device=device),
+        lambda: ORIGINAL._batch_mm_items(items, device=device),
         inputs=leaves_of(items),
-        adjacent_views=ADJACENT_VIEWS,
     )
     if first != second:
         assert theirs.exception is ValueError
@@ -83,7 +82,7 @@ def test_mixed_field_classes_are_named_before_any_data_is_touched():
     items = [item(x=batched(5)), item(x=shared(ones(2)))]
     theirs = assert_same_outcome(
         lambda: plugin.batch_mm_items(items, device="nowhere", pin_memory=True),
-        lambda: plugin.originals()[1](items, device="nowhere", pin_memory=True),
+        lambda: ORIGINAL._batch_mm_items(items, device="nowhere", pin_memory=True),
     )
     assert theirs.exception is ValueError
 
@@ -165,7 +164,7 @@ def test_a_field_behind_a_failing_one_is_not_asked():
 
     items = [item(a=flat(5), b=Never())]
     theirs = assert_same_outcome(
-        lambda: plugin.batch_mm_items(items), lambda: plugin.originals()[1](items)
+        lambda: plugin.batch_mm_items(items), lambda: ORIGINAL._batch_mm_items(items)
     )
     assert theirs.exception is TypeError
 
@@ -323,7 +322,11 @@ def test_strides_of_what_arrives(layout, kind, device, n):
 @pytest.mark.parametrize("mode", GRAD_MODES)
 @pytest.mark.parametrize("n", [1, 2])
 def test_parameters_and_grads_on_the_way_to_a_device(device, kind, mode, n):
-    for make in (torch.nn.Parameter, lambda x: x.requires_grad_(), lambda x: x.requires_grad_() * 2):
+    for make in (
+        torch.nn.Parameter,
+        lambda x: x.requires_grad_(),
+        lambda x: x.requires_grad_() * 2,
+    ):
         with torch.enable_grad():
             leaves = [make(ones(2, 3)) for _ in range(n)]
         with GRAD_MODES[mode]():

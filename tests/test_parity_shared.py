@@ -12,7 +12,17 @@ from compare import outcome
 
 pytest.importorskip("vllm", reason="needs vLLM, which has no wheel for this Python")
 
-from vllm_items import DEVICES, GRAD_MODES, batched, item, items_of, same, same_groups, shared, value_of
+from vllm_items import (
+    DEVICES,
+    GRAD_MODES,
+    batched,
+    item,
+    items_of,
+    same,
+    same_groups,
+    shared,
+    value_of,
+)
 
 CPU_DEVICES = [None, "cpu", torch.device("cpu")]
 

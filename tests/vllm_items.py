@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mmcollate
@@ -23,6 +22,7 @@ from vllm.multimodal.inputs import (
     MultiModalSharedField,
 )
 
+ORIGINAL = plugin.originals()
 DEVICES = [None, "cpu", torch.device("cpu"), "meta"]
 GRAD_MODES: dict[str, Callable[[], Any]] = {
     "grad": torch.enable_grad,
@@ -30,9 +30,6 @@ GRAD_MODES: dict[str, Callable[[], Any]] = {
     "inference": torch.inference_mode,
 }
 HAS_ACCELERATOR = torch.accelerator.is_available()
-
-# An output may be a view where the engine copies, if its leaves lie side by side in one storage.
-ADJACENT_VIEWS = True
 
 
 def batched(data: Any, *, keep_on_cpu: bool = False) -> MultiModalFieldElem:
@@ -58,7 +55,10 @@ def items_of(make: Callable[..., MultiModalFieldElem], leaves: Sequence[Any], **
 
 
 def leaves_of(items: Any) -> list[Any]:
-    return [elem.data for x in items if hasattr(x, "values") for elem in x.values()]
+    """The data of all elements, as far as ``items`` are items of elements."""
+    if not isinstance(items, (list, tuple)):
+        return []
+    return [elem.data for x in items if isinstance(x, Mapping) for elem in x.values()]
 
 
 def to_plain(items: Sequence[MultiModalKwargsItem]) -> tuple[list[dict], dict] | None:
@@ -98,7 +98,7 @@ def _assert_collate(
         mine = outcome(ours)
         if theirs.exception is None:
             assert mine.exception is None, f"{mine}, where the engine has a result"
-            assert_same(mine.result, theirs.result, inputs=inputs, adjacent_views=ADJACENT_VIEWS)
+            assert_same(mine.result, theirs.result, inputs=inputs)
         else:
             assert mine.exception is not None, f"no error, where the engine has {theirs}"
             kinds = (error, builtin_kind(theirs.exception))
@@ -108,40 +108,48 @@ def _assert_collate(
 def same_groups(items: Any, **options: Any) -> Outcome:
     """Compare the two generators, drained; return the outcome of the engine's."""
     assert not plugin.is_active(), "the engine's own functions would call mmcollate's"
-    inputs = leaves_of(items) if isinstance(items, (list, tuple)) else ()
     return assert_same_outcome(
         lambda: plugin.group_and_batch_mm_items(items, **options),
-        lambda: plugin.originals()[0](items, **options),
-        inputs=inputs,
-        adjacent_views=ADJACENT_VIEWS,
+        lambda: ORIGINAL.group_and_batch_mm_items(items, **options),
+        inputs=leaves_of(items),
     )
 
 
 def same_batch(items: Any, **options: Any) -> Outcome:
-    """Compare the batch of all items, by every entry point; return the engine's outcome."""
+    """Compare the batch of all items; return the outcome of the engine's."""
     assert not plugin.is_active(), "the engine's own functions would call mmcollate's"
-    inputs = leaves_of(items)
-    theirs = assert_same_outcome(
+    return assert_same_outcome(
         lambda: plugin.batch_mm_items(items, **options),
-        lambda: plugin.originals()[1](items, **options),
-        inputs=inputs,
-        adjacent_views=ADJACENT_VIEWS,
+        lambda: ORIGINAL._batch_mm_items(items, **options),
+        inputs=leaves_of(items),
     )
+
+
+def same_collate(items: Sequence[MultiModalKwargsItem], groups: Outcome, **options: Any) -> None:
+    """Compare mmcollate's own entry with ``groups``, which the engine made of the same items."""
+    inputs = leaves_of(items)
     plain = to_plain(items)
     # mmcollate's own entry takes numpy arrays for tensors, the engine's does not
-    if plain is not None and not any(isinstance(x, np.ndarray) for x in inputs):
-        for arguments in (plain, (items, None)):
-            for collate, error in (
-                (mmcollate.collate, mmcollate.MMCollateError),
-                (mmcollate.reference.collate, Exception),
-            ):
-                _assert_collate(partial(collate, *arguments, **options), theirs, inputs, error)
-    return theirs
+    if plain is None or any(isinstance(x, np.ndarray) for x in inputs):
+        return
+    if groups.exception is not None and not groups.result:
+        expected = groups
+    elif groups.exception is not None or len(groups.result) > 1:
+        expected = Outcome(None, ValueError, "more than one batch")
+    else:
+        expected = Outcome(groups.result[0][1] if groups.result else {})
+    error = mmcollate.MMCollateError
+    _assert_collate(lambda: mmcollate.collate(*plain, **options), expected, inputs, error)
+    # the engine's own items get the engine's own exceptions, the reference's are torch's
+    _assert_collate(lambda: mmcollate.collate(items, None, **options), expected, inputs, Exception)
+    if expected is groups or groups.exception is None:
+        reference = mmcollate.reference.collate
+        _assert_collate(lambda: reference(*plain, **options), expected, inputs, Exception)
 
 
 def same(items: Any, **options: Any) -> Outcome:
-    """Both comparisons; return the engine's outcome for the batch of all items."""
-    same_groups(items, **options)
+    """All three comparisons; return the engine's outcome for the batch of all items."""
+    same_collate(items, same_groups(items, **options), **options)
     return same_batch(items, **options)
 
 

@@ -5,6 +5,7 @@ from typing import Any, final
 
 from mmcollate.stats import Stats
 
+__all__ = ["Collator", "__version__", "reset_stats", "stats"]
 __version__: str
 
 @final
@@ -53,9 +54,7 @@ class Collator:
     ) -> tuple[int, dict[str, Any] | None]:
         """Collates the group that starts at `start`; it ends before `stop` at the latest."""
 
-    def batch(
-        self, items: Sequence[Any], device: Any, pin_memory: bool
-    ) -> dict[str, Any] | None:
+    def batch(self, items: Sequence[Any], device: Any, pin_memory: bool) -> dict[str, Any] | None:
         """Collates all items into one batch, as they are; `None` if only the reference can."""
 
     def explain_group(

@@ -58,9 +58,7 @@ def collate(
     if not sequence:
         return {}
     core, known = _core_and_fields(fields, modality)
-    end, batch = core.next_group(
-        sequence, 0, len(sequence), known, device, pin_memory, modality
-    )
+    end, batch = core.next_group(sequence, 0, len(sequence), known, device, pin_memory, modality)
     if end < len(sequence):
         if known is None:
             raise errors.CollateValueError(
@@ -101,11 +99,10 @@ def collate_groups(
     """
     sequence = _as_list(items, None)
     core, known = _core_and_fields(fields, None)
-    for modality, start, stop in _runs(sequence, modalities):
+    for modality, first, stop in _runs(sequence, modalities):
+        start = first
         while start < stop:
-            end, batch = core.next_group(
-                sequence, start, stop, known, device, pin_memory, modality
-            )
+            end, batch = core.next_group(sequence, start, stop, known, device, pin_memory, modality)
             group = sequence[start:end]
             yield Group(modality, end - start, _or_reference(batch, group, device, pin_memory))
             start = end
@@ -122,7 +119,8 @@ def explained_groups(
     ``None`` where the reference would take the whole group."""
     sequence = _as_list(items, None)
     core, known = _core_and_fields(fields, None)
-    for modality, start, stop in _runs(sequence, modalities):
+    for modality, first, stop in _runs(sequence, modalities):
+        start = first
         while start < stop:
             end, plan = core.explain_group(
                 sequence, start, stop, known, device, pin_memory, modality

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from mmcollate import reference
 from mmcollate.fields import Batched, Field, Flat, Shared
 
 
@@ -93,35 +94,50 @@ def where(modality: str | None, name: object, item: int | None = None) -> str:
     return ", ".join(parts) or "items"
 
 
-def diagnose(field: object, leaves: Sequence[Any]) -> tuple[int | None, str]:
-    """The item that most likely made the reference raise, and what to do about it."""
-    first = leaves[0] if leaves else None
+def diagnose(concat_dim: object, leaves: Sequence[Any]) -> tuple[int | None, str]:
+    """The item that most likely made the reference raise, and what to do about it.
+
+    Args:
+        concat_dim: The dimension of a flat field; ``None`` for other kinds.
+        leaves: The items' values.
+    """
+    try:
+        found = _diagnose(concat_dim, leaves)
+    except Exception:  # tensors so strange that they can't be asked; the cause says the rest
+        found = None
+    return found or (None, f"values are {', '.join(map(describe, leaves[:3]))}")
+
+
+def _diagnose(concat_dim: object, leaves: Sequence[Any]) -> tuple[int, str] | None:
+    first: Any = leaves[0] if leaves else None
+    if concat_dim is not None and type(concat_dim) is not int:
+        return 0, f"dim is {concat_dim!r}, expected an int"
     for i, leaf in enumerate(leaves):
         found = describe(leaf)
         if isinstance(leaf, torch.Tensor) != isinstance(first, torch.Tensor):
             return i, f"found {found} where item 0 has {describe(first)}; give all items one form"
         if not isinstance(leaf, torch.Tensor):
-            if not isinstance(field, Flat):
+            if concat_dim is None:
                 continue
             if not isinstance(leaf, (list, tuple)):
                 return i, f"found {found}; a flat field takes tensors or lists"
-            if field.dim != 0:
-                return i, f"found {found}; lists are joined with dim=0 only, not dim={field.dim}"
+            if concat_dim != 0:
+                return i, f"found {found}; lists are joined with dim=0 only, not dim={concat_dim}"
             continue
         if leaf.device != first.device:
             return i, f"found {found}, item 0 is {describe(first)}; move them to one device first"
-        if isinstance(field, Flat) and len(leaves) > 1:
+        if isinstance(concat_dim, int) and len(leaves) > 1:
             rank = leaf.dim()
             if rank != first.dim():
                 return i, f"found {found}, expected {first.dim()} dimensions as item 0 has; reshape"
-            if not -rank <= field.dim < rank:
-                return i, f"found {found}, which has no dimension {field.dim}"
+            if not -rank <= concat_dim < rank:
+                return i, f"found {found}, which has no dimension {concat_dim}"
         if leaf.layout != first.layout or leaf.dtype != first.dtype:
             return i, f"found {found}, item 0 is {describe(first)}; cast them to one dtype"
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             return i, f"found {describe(leaf)} that requires grad; detach it or use torch.no_grad()"
-    return None, f"leaves are {', '.join(map(describe, leaves[:3]))}{', …' * (len(leaves) > 3)}"
+    return None
 
 
 def of_field(
@@ -133,12 +149,9 @@ def of_field(
     leaves: Sequence[Any],
 ) -> MMCollateError:
     """The error to raise for a field whose reference raised ``cause``."""
-    item, advice = diagnose(field, leaves)
-    for caught, raised in _BY_CAUSE:
-        if isinstance(cause, caught):
-            break
-    else:
-        raised = CollateRuntimeError
+    item, advice = diagnose(getattr(field, "dim", None), leaves)
+    fitting = (raised for caught, raised in _BY_CAUSE if isinstance(cause, caught))
+    raised = next(fitting, CollateRuntimeError)
     message = (
         f"{where(modality, name, item)} ({field}): {advice}"
         f" (the reference raised {type(cause).__name__}: {cause})"
@@ -194,13 +207,21 @@ def not_one_batch(
             item=end,
         )
     shared = [name for name in left if type(fields[name]) is Shared]
+    name = next((name for name in shared if _unlike(left[name], right[name])), shared[0])
     return CollateValueError(
-        f"{where(modality, shared[0] if shared else None, end)}: the shared value"
-        f" {describe(right[shared[0]]) if shared else ''} is not equal to item {end - 1}'s; {advice}",
+        f"{where(modality, name, end)}: the shared value, {describe(right[name])}, is not equal to"
+        f" item {end - 1}'s; {advice}",
         modality=modality,
-        field=shared[0] if shared else None,
+        field=name,
         item=end,
     )
+
+
+def _unlike(left: Any, right: Any) -> bool:
+    try:
+        return not reference.values_equal(left, right)
+    except Exception:  # a value that can't be compared is not the one that differed
+        return False
 
 
 def add_note(error: BaseException, note: str) -> None:

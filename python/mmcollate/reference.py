@@ -46,7 +46,10 @@ def collate_groups(
             end - start,
             {
                 name: reduce(
-                    fields[name], [item[name] for item in group], device=device, pin_memory=pin_memory
+                    fields[name],
+                    [item[name] for item in group],
+                    device=device,
+                    pin_memory=pin_memory,
                 )
                 for name in group[0]
             },
@@ -88,7 +91,7 @@ def values_equal(left: Any, right: Any) -> bool:
         if isinstance(left, kind):
             break
     else:
-        return left == right
+        return bool(left == right)
     if isinstance(left, torch.Tensor):
         return torch.equal(left, right) and left.dtype == right.dtype
     return len(left) == len(right) and all(map(values_equal, left, right))

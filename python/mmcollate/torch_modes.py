@@ -7,4 +7,5 @@ from torch.utils._device import DeviceContext
 def only_device_contexts() -> bool:
     """Whether every active function mode is the context of ``torch.device(…)`` or
     ``torch.set_default_device``. Those change factories that name no device, and nothing else."""
-    return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return all(type(mode) is DeviceContext for mode in stack)

@@ -263,3 +263,110 @@ impl Buffer {
         self.nbytes
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::code;
+
+    const F32: DType = DType::new(code::FLOAT, 32);
+
+    fn leaves(all: &[(&[i64], &[i64])]) -> Layouts {
+        let mut layouts = Layouts::new(F32, 4, all[0].0, all[0].1);
+        for (sizes, strides) in &all[1..] {
+            layouts.push(sizes, strides);
+        }
+        layouts
+    }
+
+    fn gathered(kind: Kind, leaves: &Layouts) -> Output {
+        match plan_field(kind, leaves) {
+            Ok(Way::Gather(output)) => output,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn one_leaf_is_not_copied() {
+        let one = leaves(&[(&[2, 3], &[3, 1])]);
+        assert_eq!(plan_field(Kind::Batched, &one), Ok(Way::View));
+        assert_eq!(plan_field(Kind::Flat { dim: 0 }, &one), Ok(Way::Alias));
+        assert_eq!(plan_field(Kind::Flat { dim: 7 }, &one), Ok(Way::Alias));
+        assert_eq!(plan_field(Kind::Shared, &one), Ok(Way::Alias));
+    }
+
+    #[test]
+    fn ragged_leaves_become_a_list_if_batched() {
+        for other in [&[2, 4][..], &[2, 3, 1], &[]] {
+            let ragged = leaves(&[(&[2, 3], &[3, 1]), (other, &[1, 1, 1][..other.len()])]);
+            assert_eq!(plan_field(Kind::Batched, &ragged), Ok(Way::List));
+        }
+    }
+
+    #[test]
+    fn contiguous_leaves_are_rows_or_runs() {
+        let rows = gathered(Kind::Batched, &leaves(&[(&[3], &[1]), (&[3], &[1])]));
+        assert_eq!(rows.moves, Moves::Rows { len: 12 });
+        assert_eq!(rows.sizes.as_slice(), &[2, 3]);
+        let runs = leaves(&[(&[2, 3], &[3, 1]), (&[5, 3], &[3, 1])]);
+        let runs = gathered(Kind::Flat { dim: -2 }, &runs);
+        assert_eq!(runs.moves, Moves::Runs(vec![24, 60]));
+        assert_eq!(runs.sizes.as_slice(), &[7, 3]);
+    }
+
+    #[test]
+    fn interleaved_leaves_copy_the_longest_runs() {
+        let along_dim_1 = leaves(&[(&[2, 3], &[3, 1]), (&[2, 5], &[5, 1])]);
+        let Moves::Blocks { zero, blocks } = gathered(Kind::Flat { dim: 1 }, &along_dim_1).moves
+        else {
+            panic!("expected blocks");
+        };
+        assert!(!zero);
+        let step = Loop { count: 2, source_step: 20, output_step: 32 };
+        assert_eq!(blocks[1], Block { offset: 12, run: 20, loops: vec![step] });
+    }
+
+    #[test]
+    fn other_dimensions_that_differ_are_padded() {
+        let padded = leaves(&[(&[2, 3], &[3, 1]), (&[1, 5], &[5, 1])]);
+        let output = gathered(Kind::Flat { dim: 0 }, &padded);
+        assert_eq!(output.sizes.as_slice(), &[3, 5]);
+        assert!(matches!(output.moves, Moves::Blocks { zero: true, .. }));
+    }
+
+    #[test]
+    fn what_the_reference_refuses_is_not_planned() {
+        let scalars = leaves(&[(&[], &[]), (&[], &[])]);
+        assert_eq!(plan_field(Kind::Flat { dim: 0 }, &scalars), Err(PlanError::DimOutOfRange));
+        let ranks = leaves(&[(&[2], &[1]), (&[2, 3], &[3, 1])]);
+        assert_eq!(plan_field(Kind::Flat { dim: 0 }, &ranks), Err(PlanError::RankMismatch));
+    }
+
+    #[test]
+    fn what_an_expanded_leaf_declares_is_never_sized() {
+        let huge: (&[i64], &[i64]) = (&[1 << 40, 1 << 40], &[0, 0]);
+        let two = leaves(&[huge, huge]);
+        assert_eq!(plan_field(Kind::Batched, &two), Err(PlanError::Expanded));
+        assert_eq!(plan_field(Kind::Flat { dim: 0 }, &two), Err(PlanError::Expanded));
+        let ragged = leaves(&[huge, (&[1 << 50], &[0])]);
+        assert_eq!(plan_field(Kind::Batched, &ragged), Ok(Way::List));
+    }
+
+    #[test]
+    fn sizes_beyond_64_bits_are_refused() {
+        let large: (&[i64], &[i64]) = (&[1 << 62], &[1]);
+        assert_eq!(plan_field(Kind::Batched, &leaves(&[large, large])), Err(PlanError::TooLarge));
+        let flat = Kind::Flat { dim: 0 };
+        assert_eq!(plan_field(flat, &leaves(&[large, large])), Err(PlanError::TooLarge));
+    }
+
+    #[test]
+    fn segments_are_aligned_and_do_not_overlap() {
+        let mut buffer = Buffer::default();
+        let offsets: Vec<_> = [3, 0, 256, 1].map(|nbytes| buffer.place(nbytes)).into();
+        assert_eq!(offsets, [Ok(0), Ok(256), Ok(256), Ok(512)]);
+        assert_eq!(buffer.nbytes(), 513);
+        assert_eq!(buffer.place(usize::MAX), Err(PlanError::TooLarge));
+        assert_eq!(buffer.nbytes(), 513);
+    }
+}

@@ -27,7 +27,8 @@ class Engines:
     @contextlib.contextmanager
     def started(cls, log: Path) -> Iterator["Engines"]:
         with start(__name__, log=log, pipes=True) as process:
-            assert process.stdin and process.stdout
+            assert process.stdin is not None
+            assert process.stdout is not None
             yield cls(process.stdin, process.stdout)
 
     def run(self, *arguments: str, log: Path) -> None:

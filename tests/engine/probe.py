@@ -1,4 +1,4 @@
-"""What is observed inside the engine's process: the encoder's inputs and outputs, the plugin's state.
+"""What is observed in the engine's process: the encoder's inputs and outputs, the plugin's state.
 
 `LLM.apply_model` carries these functions there, also into a separate process.
 """
@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 Call = dict[str, Any]
 
 _calls: list[Call] = []
 
 
-def attach(model: nn.Module) -> None:
+def attach(model: Any) -> None:
     """From now on, note every call of the encoder."""
     embed = model.embed_multimodal
 
@@ -31,13 +30,13 @@ def attach(model: nn.Module) -> None:
     model.embed_multimodal = embed_multimodal
 
 
-def take_calls(model: nn.Module) -> list[Call]:
+def take_calls(model: Any) -> list[Call]:
     """The calls since the last time."""
     calls, _calls[:] = list(_calls), []
     return calls
 
 
-def take_plugin(model: nn.Module) -> dict[str, Any]:
+def take_plugin(model: Any) -> dict[str, Any]:
     """The state of mmcollate in this process, and its counters since the last time."""
     import mmcollate
     from mmcollate.integrations import vllm as plugin
@@ -65,8 +64,8 @@ def describe(value: Any) -> Any:
 
 @contextlib.contextmanager
 def one_byte_flipped() -> Iterator[None]:
-    """Flip one byte of the largest tensor of the first batch that is made for the encoder."""
-    import vllm.multimodal.utils as utils
+    """Flip one byte of the first batch that is made for the encoder, in its largest data tensor."""
+    from vllm.multimodal import utils
 
     collate = utils.group_and_batch_mm_items
     planted = False
@@ -89,17 +88,19 @@ def one_byte_flipped() -> Iterator[None]:
 
 
 def _flip_one_byte(batch: dict[str, Any]) -> None:
-    container, key = max(_tensors(batch), key=lambda place: place[0][place[1]].nbytes)
+    container, key = max(_data_tensors(batch), key=lambda place: place[0][place[1]].nbytes)
     tensor = container[key].clone(memory_format=torch.contiguous_format)
     # The second byte holds the exponent of a bfloat16, so that a zero changes visibly too.
     tensor.view(-1).view(torch.uint8)[1] ^= 0x40
     container[key] = tensor
 
 
-def _tensors(container: Any) -> Iterator[tuple[Any, Any]]:
+def _data_tensors(container: Any) -> Iterator[tuple[Any, Any]]:
     places = container.items() if isinstance(container, dict) else enumerate(container)
     for key, value in places:
         if isinstance(value, torch.Tensor):
-            yield container, key
+            # Not the integers: counts would crash the model, and masks hide the change.
+            if value.is_floating_point() or value.dtype == torch.uint8:
+                yield container, key
         elif isinstance(value, list):
-            yield from _tensors(value)
+            yield from _data_tensors(value)

@@ -1,7 +1,9 @@
 """Subprocesses that can't outlive or take down the one that started them."""
 
 import contextlib
+import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +26,11 @@ ENVIRONMENT = {
 
 @contextlib.contextmanager
 def start(
-    module: str, *arguments: str, log: Path, pipes: bool = False, **environment: str
+    module: str,
+    *arguments: str,
+    log: Path,
+    environment: dict[str, str] | None = None,
+    pipes: bool = False,
 ) -> Iterator[subprocess.Popen[str]]:
     """Run `python -m module`, its output in `log`; end its whole process group in any case.
 
@@ -34,12 +40,13 @@ def start(
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             cwd=ROOT,
-            env=os.environ | ENVIRONMENT | environment,
+            env=os.environ | ENVIRONMENT | (environment or {}),
             stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
             stdout=subprocess.PIPE if pipes else output,
             stderr=output,
             text=True,
             start_new_session=True,
+            preexec_fn=end_with_parent,  # noqa: PLW1509 - only one system call
         )
     try:
         yield process
@@ -51,9 +58,21 @@ def start(
                 process.wait(20)
 
 
-def run(module: str, *arguments: str, log: Path, timeout: float = 200, **environment: str) -> None:
+def end_with_parent() -> None:
+    """Linux sends this process SIGTERM when its parent is killed, and can't clean up."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def run(
+    module: str,
+    *arguments: str,
+    log: Path,
+    environment: dict[str, str] | None = None,
+    timeout: float = 200,
+) -> None:
     """As `start`, but wait for its end; an error shows what it wrote last."""
-    with start(module, *arguments, log=log, **environment) as process:
+    with start(module, *arguments, log=log, environment=environment) as process:
         try:
             code: int | None = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -66,3 +85,8 @@ def check(code: int | None, what: str, log: Path) -> None:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-60:])
         end = "took too long" if code is None else f"ended with {code}"
         raise RuntimeError(f"{what} {end}:\n{tail}")
+
+
+def says_active(log: str, process: str = "EngineCore") -> bool:
+    """Whether mmcollate wrote into vLLM's log that it is active, in a process of this name."""
+    return bool(re.search(rf"^\({process}\b.*\bmmcollate \S+ is active\b", log, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""What the families' folders have in common: JSON files, the tokenizer, the small language model."""
+"""What the families' folders have in common: JSON files, tokenizer, the small language model."""
 
 import json
 from pathlib import Path
@@ -99,4 +99,5 @@ def write_tokenizer(
     if named_tokens:
         config["extra_special_tokens"] = named_tokens
     write_json(folder, "tokenizer_config.json", config)
-    return {token: tokenizer.convert_tokens_to_ids(token) for token in special_tokens}
+    ids: Any = tokenizer.convert_tokens_to_ids(special_tokens)
+    return dict(zip(special_tokens, ids, strict=True))

@@ -4,27 +4,36 @@ Features are padded to the longest clip of one call only, so that two requests h
 lengths and the batcher has to pad.
 """
 
+from typing import Any
+
 import torch
 import transformers
 from transformers import AutoTokenizer, WhisperFeatureExtractor
 
 
 class UltravoxProcessor(transformers.ProcessorMixin):
-    def __init__(self, audio_processor=None, tokenizer=None, stack_factor=8, **kwargs):
+    def __init__(
+        self, audio_processor: Any = None, tokenizer: Any = None, stack_factor: int = 8, **_: Any
+    ) -> None:
         self.audio_processor = audio_processor
         self.tokenizer = tokenizer
         self.stack_factor = stack_factor
         self.audio_token_replacement = "<|audio|>"
 
     @classmethod
-    def from_pretrained(cls, path, tokenizer=None, **kwargs):
+    def from_pretrained(cls, path: Any, tokenizer: Any = None, **_: Any) -> Any:
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path)
         return cls(WhisperFeatureExtractor.from_pretrained(path), tokenizer)
 
     def __call__(
-        self, text=None, audios=None, sampling_rate=None, include_audio_num_chunks=False, **kwargs
-    ):
-        data = {}
+        self,
+        text: Any = None,
+        audios: Any = None,
+        sampling_rate: int | None = None,
+        include_audio_num_chunks: bool = False,
+        **_: Any,
+    ) -> transformers.BatchFeature:
+        data: dict[str, Any] = {}
         if audios:
             features = self.audio_processor(
                 audios,

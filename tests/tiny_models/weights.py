@@ -6,7 +6,7 @@ the image is.
 
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,7 +34,8 @@ def save_weights(folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(folder)
-    model = AutoModelForImageTextToText.from_config(config).to(torch.bfloat16)
+    auto: Any = AutoModelForImageTextToText
+    model = auto.from_config(config).to(torch.bfloat16)
     randomize(model)
     written = (folder / "config.json").read_bytes()
     model.save_pretrained(folder)

@@ -166,19 +166,14 @@ def _reduce(
     try:
         return elems[0].field.reduce_data(elems, device=device, pin_memory=pin_memory)
     except Exception as error:
-        item, advice = errors.diagnose(_plain_field(field), [elem.data for elem in elems])
+        concat_dim = getattr(field, "dim", None)
+        item, advice = errors.diagnose(concat_dim, [elem.data for elem in elems])
         errors.add_note(error, f"mmcollate: {errors.where(None, name, item)}: {advice}")
         raise
 
 
-def _plain_field(field: Any) -> mmcollate.Field:
-    if hasattr(field, "dim"):
-        return mmcollate.Flat(dim=field.dim)
-    return mmcollate.Batched()
-
-
 def _can_batch(left: Any, right: Any, fields: None, context: None) -> bool:
-    return _utils()._can_batch_mm_items(left, right)
+    return bool(_utils()._can_batch_mm_items(left, right))
 
 
 def group_and_batch_mm_items(
@@ -187,9 +182,7 @@ def group_and_batch_mm_items(
     """In the place of ``vllm.multimodal.utils.group_and_batch_mm_items``."""
     stop = len(items)
     if type(items) is not list and type(items) is not tuple:
-        yield from originals().group_and_batch_mm_items(
-            items, device=device, pin_memory=pin_memory
-        )
+        yield from originals().group_and_batch_mm_items(items, device=device, pin_memory=pin_memory)
         return
     core = collator()
     start = 0
@@ -230,19 +223,19 @@ def _verified_group_and_batch_mm_items(
 def _verified_batch_mm_items(
     items: Sequence[Any], *, device: Any = None, pin_memory: bool = False
 ) -> dict[str, Any]:
-    return _verified(
+    batch: dict[str, Any] = _verified(
         lambda: batch_mm_items(items, device=device, pin_memory=pin_memory),
         lambda: originals()._batch_mm_items(items, device=device, pin_memory=pin_memory),
     )
+    return batch
 
 
 def _verified(ours: Callable[[], Any], theirs: Callable[[], Any]) -> Any:
     """Ours, if both give the same result or the same exception."""
     expected, raised = _outcome(theirs)
     result, error = _outcome(ours)
-    if error is not None and raised is not None:
-        if type(error) is type(raised) and str(error) == str(raised):
-            raise error
+    if error is not None and (type(error), str(error)) == (type(raised), str(raised)):
+        raise error
     if error is not None or raised is not None:
         raise errors.VerificationError(
             f"mmcollate gave {error or 'a batch'!r}, vLLM {raised or 'a batch'!r}"

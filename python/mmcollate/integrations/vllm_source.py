@@ -71,11 +71,10 @@ def _canonical(node: Any) -> str:
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "type_comment", "ctx", "kind", "type_params"):
             continue
-        if name == "body" and isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
-            value = value[1:]
-        if value is None or value == []:
-            continue
-        parts.append(f"{name}={_canonical(value)}")
+        has_docstring = isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None
+        kept = value[1:] if name == "body" and has_docstring else value
+        if kept is not None and kept != []:
+            parts.append(f"{name}={_canonical(kept)}")
     return f"{type(node).__name__}({','.join(parts)})"
 
 

@@ -2,7 +2,7 @@
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyString, PyTuple};
+use pyo3::types::{PyBool, PyDict, PyList, PyString, PyTuple};
 
 use super::buffer::{self, Gather, Planned};
 use super::exchange::{Door, Leaves};
@@ -222,8 +222,9 @@ struct Call<'a, 'py> {
     context: &'a Bound<'py, PyAny>,
     target: Target,
     pinned: bool,
-    /// A torch mode wants to see the operations.
-    observed: bool,
+    /// Set if every field goes to the reference: a torch mode wants to see the operations, or
+    /// `pin_memory` is no bool, which torch refuses where it gets to see it.
+    all_reference: Option<Reason>,
 }
 
 impl<'a, 'py> Call<'a, 'py> {
@@ -246,15 +247,15 @@ impl<'a, 'py> Call<'a, 'py> {
         } else {
             Target::Device
         };
-        Ok(Self {
-            py,
-            device,
-            pin_memory,
-            context,
-            target,
-            pinned: pin_memory.is_truthy()?,
-            observed: collator.torch.is_observed(py)?,
-        })
+        let all_reference = if collator.torch.is_observed(py)? {
+            Some(Reason::TorchMode)
+        } else if pin_memory.is_exact_instance_of::<PyBool>() {
+            None
+        } else {
+            Some(Reason::Pinned)
+        };
+        let pinned = pin_memory.is_truthy()?;
+        Ok(Self { py, device, pin_memory, context, target, pinned, all_reference })
     }
 }
 
@@ -298,14 +299,19 @@ impl Collator {
         fields: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<(usize, Option<Table<'py>>)> {
         let walker = self.walker(fields, call.context);
+        // The length is asked for each time: the caller may change the list between groups.
+        if start >= items.len()? {
+            return Ok((start + 1, None));
+        }
         let mut left = items.get_item(start)?;
         let mut table = walker.first(left.clone(), start)?;
         let mut end = start + 1;
-        // The length is asked for each time: the caller may change the list between groups.
         while end < stop && end < items.len()? {
             let right = items.get_item(end)?;
             let next = match &mut table {
-                Some(rows) if !call.observed => walker.next(rows, right.clone(), end, true)?,
+                Some(rows) if call.all_reference.is_none() => {
+                    walker.next(rows, right.clone(), end, true)?
+                }
                 _ => Next::Unsure,
             };
             match next {
@@ -339,8 +345,8 @@ impl Collator {
         let mut grad_enabled = None;
         for k in 0..table.keys.len() {
             let field = self.types.read(&table.fields[k])?;
-            let decision = if call.observed {
-                Decision::Reference(Reason::TorchMode)
+            let decision = if let Some(reason) = call.all_reference {
+                Decision::Reference(reason)
             } else if table.mixed[k] {
                 Decision::Reference(Reason::MixedKinds)
             } else {

@@ -45,8 +45,13 @@ impl FieldTypes {
         Ok(Declared { kind, keep_on_cpu })
     }
 
-    fn is_shared(&self, field: &Bound<'_, PyAny>) -> bool {
-        field.get_type_ptr().cast() == self.shared.as_ptr()
+    /// Whether the reference compares this field's values between items: subclasses count.
+    fn is_shared(&self, field: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let class = field.get_type_ptr().cast();
+        if class == self.batched.as_ptr() || class == self.flat.as_ptr() {
+            return Ok(false);
+        }
+        Ok(class == self.shared.as_ptr() || field.is_instance(self.shared.bind(field.py()))?)
     }
 }
 
@@ -139,7 +144,7 @@ impl<'py> Walker<'_, 'py> {
             let Some((value, field)) = self.element(&key, element, at)? else {
                 return Ok(None);
             };
-            table.shared.push(self.types.is_shared(&field));
+            table.shared.push(self.types.is_shared(&field)?);
             table.keys.push(key);
             table.fields.push(field);
             table.values.push(value);

@@ -1,0 +1,132 @@
+"""Uses an installed mmcollate where nothing but torch is installed with it: no pytest, no numpy.
+
+test_wheel.py runs it as ``python -I wheel_smoke.py yes|no``, which says whether this torch is to
+have an exchange table.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import mmcollate
+import torch
+from mmcollate import Batched, Flat, Shared, collate, collate_groups, explain
+
+FIELDS = {
+    "pixels": Flat(),
+    "grid": Batched(keep_on_cpu=True),
+    "ragged": Batched(),
+    "names": Batched(),
+    "tokens": Shared(),
+}
+DTYPES = ("bool uint8 int8 int16 int32 int64 uint16 float16 float32 float64 bfloat16").split()
+
+
+def item(rows: int, tokens: int = 7) -> dict[str, object]:
+    return {
+        "pixels": torch.full((rows, 3), float(rows), dtype=torch.bfloat16),
+        "grid": torch.tensor([1, rows, rows]),
+        "ragged": torch.arange(rows),
+        "names": f"{rows} rows",
+        "tokens": torch.tensor(tokens),
+    }
+
+
+def comes_alone_and_from_the_wheel() -> None:
+    for name in ("numpy", "vllm", "pytest"):
+        assert importlib.util.find_spec(name) is None, name
+    assert Path(mmcollate.__file__).is_relative_to(sys.prefix), mmcollate.__file__
+
+
+def collates() -> None:
+    items = [item(2), item(4)]
+    batch = collate(items, FIELDS)
+    assert list(batch) == list(FIELDS)
+    assert torch.equal(batch["pixels"], torch.cat([x["pixels"] for x in items]))
+    assert batch["grid"].tolist() == [[1, 2, 2], [1, 4, 4]]
+    assert [x.tolist() for x in batch["ragged"]] == [[0, 1], [0, 1, 2, 3]]
+    assert batch["names"] == ["2 rows", "4 rows"]
+    assert batch["tokens"] is items[0]["tokens"]
+    on_cpu = collate(items, FIELDS, device="cpu")
+    assert torch.equal(on_cpu["pixels"], batch["pixels"])
+
+
+def collates_every_dtype_strided_padded_and_large() -> None:
+    for name in DTYPES:
+        leaf = torch.arange(6).reshape(2, 3).to(getattr(torch, name))
+        batch = collate([{"x": leaf}, {"x": leaf.t().contiguous().t()}], {"x": Batched()})
+        assert batch["x"].dtype == leaf.dtype, name
+        assert batch["x"].tolist() == [leaf.tolist()] * 2, name
+    padded = collate([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 1)}], {"x": Flat()})
+    assert padded["x"].tolist() == [[1, 1], [1, 0], [1, 0]]
+    large = torch.arange(1 << 20)
+    assert torch.equal(collate([{"x": large}] * 2, {"x": Flat()})["x"], torch.cat([large] * 2))
+
+
+def groups() -> None:
+    items = [item(2), item(4), item(2, tokens=8), item(2, tokens=8)]
+    made = list(collate_groups(items, FIELDS, modalities=["image", "image", "image", "video"]))
+    assert [(g.modality, g.num_items) for g in made] == [("image", 2), ("image", 1), ("video", 1)]
+    assert made[1].batch["pixels"] is items[2]["pixels"]
+
+
+def explains() -> None:
+    plan = explain([item(2), item(4)], FIELDS, file=io.StringIO())
+    ways = [field.way for field in plan.groups[0].fields]
+    assert ways == ["gather", "gather", "list", "list", "alias"], ways
+
+
+def raises() -> None:
+    bad = [{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2)}]
+    try:
+        collate(bad, {"x": Flat()}, modality="image")
+    except mmcollate.CollateIndexError as error:
+        assert isinstance(error, IndexError)
+        assert (error.modality, error.field, error.item) == ("image", "x", 1), error
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    else:
+        raise AssertionError("ranks that differ were accepted")
+
+
+def counts() -> None:
+    mmcollate.reset_stats()
+    collate([item(2), item(4)], FIELDS)
+    counted = mmcollate.stats()
+    assert (counted["batches"], counted["items"]) == (1, 2)
+    assert counted["fields"] == {"alias": 1, "view": 0, "list": 2, "gather": 2, "reference": 0}
+    assert counted["bytes_gathered"] == 6 * 3 * 2 + 2 * 3 * 8
+
+
+def doctor() -> None:
+    commands = ([sys.executable, "-I", "-m", "mmcollate"], [Path(sys.prefix) / "bin" / "mmcollate"])
+    for command in commands:
+        done = subprocess.run([*command, "doctor"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done
+        rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+        assert rows["mmcollate"] == mmcollate.__version__, done.stdout
+        assert rows["vllm"].startswith("not installed"), done.stdout
+        table = done.stdout.partition("exchange table")[2].split()[0].rstrip(":")
+        assert table == sys.argv[1], done.stdout
+
+
+CHECKS: tuple[Callable[[], None], ...] = (
+    comes_alone_and_from_the_wheel,
+    collates,
+    collates_every_dtype_strided_padded_and_large,
+    groups,
+    explains,
+    raises,
+    counts,
+    doctor,
+)
+
+if __name__ == "__main__":
+    for check in CHECKS:
+        check()
+    print(f"{len(CHECKS)} checks with Python {sys.version.split()[0]}, torch {torch.__version__}")
