@@ -9,14 +9,16 @@ from __future__ import annotations
 import importlib.util
 import io
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import mmcollate
 import torch
-from mmcollate import Batched, Flat, Shared, collate, collate_groups, explain
+from mmcollate import Batched, Flat, Shared, cli, collate, collate_groups, explain
 
 FIELDS = {
     "pixels": Flat(),
@@ -104,15 +106,15 @@ def counts() -> None:
 
 
 def doctor() -> None:
-    commands = ([sys.executable, "-I", "-m", "mmcollate"], [Path(sys.prefix) / "bin" / "mmcollate"])
-    for command in commands:
-        done = subprocess.run([*command, "doctor"], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done
-        rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
-        assert rows["mmcollate"] == mmcollate.__version__, done.stdout
-        assert rows["vllm"].startswith("not installed"), done.stdout
-        table = done.stdout.partition("exchange table")[2].split()[0].rstrip(":")
-        assert table == sys.argv[1], done.stdout
+    [script] = entry_points(group="console_scripts", name="mmcollate")
+    assert script.load() is cli.main
+    command = [sys.executable, "-I", "-m", "mmcollate", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
+    rows = dict(re.split(r"  +|(?<=table) ", line, maxsplit=1) for line in done.stdout.splitlines())
+    assert rows["mmcollate"] == mmcollate.__version__, done.stdout
+    assert rows["vllm"].startswith("not installed"), done.stdout
+    assert re.split(r"\W", rows["exchange table"])[0] == sys.argv[1], done.stdout
 
 
 CHECKS: tuple[Callable[[], None], ...] = (

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
@@ -194,7 +195,7 @@ def _or_reference(
 @functools.cache
 def collator() -> _core.Collator:
     """The core for plain mappings; made at the first call, since it looks into torch."""
-    return _core.Collator.of_mappings(
+    core = _core.Collator.of_mappings(
         normalize=_normalize,
         report=errors.unreadable,
         batched=Batched,
@@ -205,6 +206,23 @@ def collator() -> _core.Collator:
         only_device_contexts=only_device_contexts,
         skip_table=config.skip_exchange_table(),
     )
+    warn_if_slow(core)
+    return core
+
+
+_warned = False
+
+
+def warn_if_slow(core: _core.Collator) -> None:
+    """Says once in a process that tensors are read the slow way."""
+    global _warned
+    if not core.has_exchange_table and not _warned:
+        _warned = True
+        warnings.warn(
+            f"torch {torch.__version__} does not offer DLPack's exchange table (2.10 and later do):"
+            " mmcollate reads tensors through Python attributes, which is slower",
+            stacklevel=2,
+        )
 
 
 def _reduce(

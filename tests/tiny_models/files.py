@@ -88,7 +88,7 @@ def write_tokenizer(
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokens = {"eos_token": eos, "pad_token": pad} | ({"bos_token": bos} if bos else {})
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, additional_special_tokens=special_tokens, **tokens
     )
     tokenizer.save_pretrained(folder)

@@ -21,7 +21,10 @@ class UltravoxProcessor(transformers.ProcessorMixin):
         self.audio_token_replacement = "<|audio|>"
 
     @classmethod
-    def from_pretrained(cls, path: Any, tokenizer: Any = None, **_: Any) -> Any:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *_: Any, tokenizer: Any = None, **__: Any
+    ) -> "UltravoxProcessor":
+        path = pretrained_model_name_or_path
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path)
         return cls(WhisperFeatureExtractor.from_pretrained(path), tokenizer)
 

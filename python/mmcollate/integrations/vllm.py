@@ -12,13 +12,16 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import mmcollate
 from mmcollate import _core, bits, config, errors
+from mmcollate.collation import warn_if_slow
 from mmcollate.integrations import vllm_source
 from mmcollate.torch_modes import only_device_contexts
+
+_NAMES = ("group_and_batch_mm_items", "_batch_mm_items")
 
 _lock = threading.RLock()
 _state = "not activated in this process"
@@ -61,22 +64,21 @@ def activate() -> bool:
         if is_active():
             return True
         try:
-            problem = vllm_source.problem() or _self_check()
+            problem = vllm_source.problem(_replaced().values()) or _uncounted_self_check()
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
             _set_state(problem)
             return False
         utils = _utils()
-        originals()
         pair = (
             (_verified_group_and_batch_mm_items, _verified_batch_mm_items)
             if config.verify()
             else (group_and_batch_mm_items, batch_mm_items)
         )
-        for name, ours in zip(("group_and_batch_mm_items", "_batch_mm_items"), pair, strict=True):
+        for name, ours in zip(_NAMES, pair, strict=True):
             # The original's name, module and signature: pickles by reference, reads alike.
-            functools.update_wrapper(ours, getattr(originals(), name))
+            functools.update_wrapper(ours, _replaced()[name])
             setattr(utils, name, ours)
             _installed[name] = ours
         how = "exchange table" if collator().has_exchange_table else "Python attributes"
@@ -102,7 +104,7 @@ def deactivate() -> bool:
             _set_state("replaced by another patch on top of mmcollate's")
             return False
         for name in _installed:
-            setattr(utils, name, getattr(originals(), name))
+            setattr(utils, name, _replaced()[name])
         _installed.clear()
         _set_state("deactivated")
         return True
@@ -131,17 +133,33 @@ def _utils() -> ModuleType:
 
 
 @functools.cache
-def originals() -> Originals:
-    """vLLM's own functions, whether or not they are replaced."""
+def _replaced() -> dict[str, Callable[..., Any]]:
+    """The functions that `activate` replaces and `deactivate` puts back."""
     utils = _utils()
-    return Originals(utils.group_and_batch_mm_items, utils._batch_mm_items)
+    return {name: getattr(utils, name) for name in _NAMES}
+
+
+@functools.cache
+def originals() -> Originals:
+    """vLLM's own functions, whether or not they are replaced.
+
+    The generator looks the other function up in its module when it is called. So that it finds
+    vLLM's there and not what replaced it, these are copies with a namespace of their own.
+    """
+    namespace = dict(vars(_utils()))
+    for name, function in _replaced().items():
+        assert isinstance(function, FunctionType)
+        own = FunctionType(function.__code__, namespace, name, function.__defaults__)
+        own.__kwdefaults__ = function.__kwdefaults__
+        namespace[name] = functools.update_wrapper(own, function)
+    return Originals(*(namespace[name] for name in _NAMES))
 
 
 @functools.cache
 def collator() -> _core.Collator:
     """The core for vLLM's items."""
     inputs = importlib.import_module("vllm.multimodal.inputs")
-    return _core.Collator.of_elements(
+    core = _core.Collator.of_elements(
         item=inputs.MultiModalKwargsItem,
         element=inputs.MultiModalFieldElem,
         batched=inputs.MultiModalBatchedField,
@@ -152,6 +170,8 @@ def collator() -> _core.Collator:
         only_device_contexts=only_device_contexts,
         skip_table=config.skip_exchange_table(),
     )
+    warn_if_slow(core)
+    return core
 
 
 def _reduce(
@@ -251,6 +271,15 @@ def _outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return function(), None
     except Exception as error:
         return None, error
+
+
+def _uncounted_self_check() -> str:
+    """The self-check, without a trace in the counters if nothing was counted before."""
+    unused = mmcollate.stats()["batches"] == 0
+    problem = _self_check()
+    if unused:
+        mmcollate.reset_stats()
+    return problem
 
 
 def _self_check() -> str:

@@ -5,7 +5,7 @@ import hashlib
 import importlib
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,10 +19,14 @@ def version() -> str:
     return str(getattr(importlib.import_module("vllm"), "__version__", "unknown"))
 
 
-def problem() -> str:
-    """Why this vLLM is not one that mmcollate knows; empty if it is."""
+def problem(replaced: Iterable[Callable[..., Any]]) -> str:
+    """Why this vLLM is not one that mmcollate knows; empty if it is.
+
+    Args:
+        replaced: The functions that would be replaced, as they are in vLLM now.
+    """
     try:
-        found = fingerprint()
+        found = fingerprint(replaced)
     except (ImportError, AttributeError, OSError, SyntaxError) as error:
         return f"vLLM {version()} is unknown ({type(error).__name__}: {error})"
     if found not in KNOWN:
@@ -30,12 +34,12 @@ def problem() -> str:
     return ""
 
 
-def fingerprint() -> str:
+def fingerprint(replaced: Iterable[Callable[..., Any]]) -> str:
     """A hash of the code that decides what a batch is; comments, docstrings and annotations don't
     count, nor does the Python that reads it."""
     code = "\n".join(
-        _canonical(ast.parse(textwrap.dedent(inspect.getsource(function))))
-        for function in _deciding_functions()
+        _canonical(ast.parse(textwrap.dedent(inspect.getsource(function.__code__))))
+        for function in (*replaced, *_deciding_functions())
     )
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
@@ -43,9 +47,6 @@ def fingerprint() -> str:
 def _deciding_functions() -> Iterator[Callable[..., Any]]:
     utils = importlib.import_module("vllm.multimodal.utils")
     inputs = importlib.import_module("vllm.multimodal.inputs")
-    # Our own functions may stand in the place of these; they carry the originals.
-    yield inspect.unwrap(utils.group_and_batch_mm_items)
-    yield inspect.unwrap(utils._batch_mm_items)
     yield utils._can_batch_mm_items
     yield inputs.nested_tensors_equal
     yield inputs._nested_tensors_are_cpu
