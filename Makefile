@@ -55,9 +55,10 @@ wheel: $(BIN)/.installed  ## build the wheel into dist/
 	@ls -l dist
 
 bench: $(BIN)/.built  ## time collation against vLLM's own
-	@$(BIN)/python benches/collate.py
+	@$(BIN)/python benches/collate.py --json docs/figures.json
 
-docs: $(BIN)/.built  ## run every example in README and docs
+docs: $(BIN)/.built  ## fill the tables in README and docs, and run every example there
+	@$(BIN)/python docs/tables.py
 	@$(BIN)/python -m pytest tests/test_docs.py
 
 requirements:  ## resolve requirements/test.in into test.txt

@@ -3,14 +3,13 @@
 import ast
 import hashlib
 import importlib
-import inspect
-import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-KNOWN: dict[str, str] = {"833c84c14d97b27b": "0.30.0 to 0.32.0"}
+KNOWN: dict[str, str] = {"bc32949b80c5c6be": "0.30.0 to 0.32.0"}
 """Fingerprint of the replaced code, and of all that it calls, to the versions that have it."""
 
 
@@ -27,7 +26,7 @@ def problem(replaced: Iterable[Callable[..., Any]]) -> str:
     """
     try:
         found = fingerprint(replaced)
-    except (ImportError, AttributeError, OSError, SyntaxError) as error:
+    except (ImportError, AttributeError, KeyError, OSError, SyntaxError) as error:
         return f"vLLM {version()} is unknown ({type(error).__name__}: {error})"
     if found not in KNOWN:
         return f"vLLM {version()} is unknown: its batcher has the fingerprint {found}"
@@ -37,11 +36,27 @@ def problem(replaced: Iterable[Callable[..., Any]]) -> str:
 def fingerprint(replaced: Iterable[Callable[..., Any]]) -> str:
     """A hash of the code that decides what a batch is; comments, docstrings and annotations don't
     count, nor does the Python that reads it."""
-    code = "\n".join(
-        _canonical(ast.parse(textwrap.dedent(inspect.getsource(function.__code__))))
-        for function in (*replaced, *_deciding_functions())
-    )
-    return hashlib.sha256(code.encode()).hexdigest()[:16]
+    trees: dict[str, dict[int, ast.AST]] = {}
+    code = hashlib.sha256()
+    for function in (*replaced, *_deciding_functions()):
+        path = function.__code__.co_filename
+        if path not in trees:
+            trees[path] = _functions_by_line(Path(path).read_text(encoding="utf-8"))
+        code.update(_canonical(trees[path][function.__code__.co_firstlineno]).encode())
+    return code.hexdigest()[:16]
+
+
+def _functions_by_line(source: str) -> dict[int, ast.AST]:
+    """A module's functions by the line that a code object names as its first."""
+    functions: dict[int, ast.AST] = {}
+    todo: list[ast.stmt] = list(ast.parse(source).body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.ClassDef):
+            todo += node.body
+        elif isinstance(node, ast.FunctionDef):
+            functions[min([node.lineno, *(d.lineno for d in node.decorator_list)])] = node
+    return functions
 
 
 def _deciding_functions() -> Iterator[Callable[..., Any]]:

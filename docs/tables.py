@@ -1,0 +1,92 @@
+"""Fills the generated tables in the docs: `make docs`.
+
+Each stands between `<!-- NAME -->` and `<!-- end -->`. The shares come from what the engine tests
+wrote under .cache/engine; a table whose source is not there stays as it is.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from mmcollate.explanation import REASONS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", "docs/how-it-works.md"]
+WAYS = ["alias", "view", "list", "gather", "reference"]
+
+
+def reasons() -> str:
+    rows = [f"| `{name}` | {meaning} |" for name, meaning in REASONS.items()]
+    return "\n".join(["| reason | the field has |", "|---|---|", *rows])
+
+
+def shares() -> str | None:
+    """Fields by way, and the reasons of those that took the reference, for each engine run."""
+    rows = []
+    for path in sorted((ROOT / ".cache" / "engine").glob("*.json")):
+        report = json.loads(path.read_text())
+        stats = report.get("stats")
+        if stats is None:
+            continue
+        counts = stats["fields"]
+        total = sum(counts.values())
+        why = ", ".join(f"{name} {n}" for name, n in stats["reference_reasons"].items())
+        cells = [report["case"], str(stats["batches"]), *(str(counts[way]) for way in WAYS)]
+        rows.append(f"| {' | '.join(cells)} | {counts['reference'] / total:.0%} | {why} |")
+    if not rows:
+        return None
+    head = f"| model | batches | {' | '.join(WAYS)} | share of reference | reasons |"
+    return "\n".join([head, "|" + "---|" * (len(WAYS) + 4), *rows])
+
+
+def figures() -> str | None:
+    """The benchmark's table, as `make bench` wrote it."""
+    path = ROOT / "docs" / "figures.json"
+    if not path.exists():
+        return None
+    rows = ["| items | vLLM | mmcollate | speedup (middle half) | A/A |", "|---|---|---|---|---|"]
+    for name, found in json.loads(path.read_text())["workloads"].items():
+        low, middle, high = found["speedup"]
+        rows.append(
+            f"| {name} | {found['vllm_us']:.1f} us | {found['mmcollate_us']:.1f} us |"
+            f" {middle:.1f}x ({low:.1f}-{high:.1f}) | {found['a_a'][1]:.2f} |"
+        )
+    return "\n".join(rows)
+
+
+TABLES = {"reasons": reasons, "shares": shares, "figures": figures}
+
+
+def filled(text: str) -> str:
+    """The page with its tables as their sources have them now."""
+
+    def fill(match: re.Match[str]) -> str:
+        table = TABLES[match["name"]]()
+        return match[0] if table is None else f"<!-- {match['name']} -->\n\n{table}\n\n<!-- end -->"
+
+    names = "|".join(TABLES)
+    return re.sub(rf"<!-- (?P<name>{names}) -->.*?<!-- end -->", fill, text, flags=re.DOTALL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail if a page would change")
+    options = parser.parse_args()
+    stale = []
+    for name in PAGES:
+        page = ROOT / name
+        text = page.read_text()
+        if filled(text) != text:
+            stale.append(name)
+            if not options.check:
+                page.write_text(filled(text))
+    if options.check and stale:
+        print(f"out of date: {', '.join(stale)}; run `make docs`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
