@@ -1,4 +1,7 @@
-"""The engine in a process of its own, where only vLLM's plugin mechanism brings mmcollate."""
+"""The engine in processes of its own, where only vLLM's plugin mechanism brings mmcollate.
+
+On a CPU there are three: the frontend, the engine's core, and the worker that runs the encoder.
+"""
 
 import json
 from importlib.util import find_spec
@@ -6,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.process import run, says_active
+from tests.engine.process import active_in, run
 
 pytestmark = [
     pytest.mark.skipif(
@@ -52,23 +55,28 @@ def outputs(report: Report, inputs: str) -> list[str]:
     return [o for call in report["runs"][inputs]["calls"] for o in call["outputs"]]
 
 
-def test_the_engines_process_collates_with_the_core(on: Report) -> None:
+def test_the_worker_collates_with_the_core(on: Report) -> None:
     for seen in on["runs"].values():
-        assert seen["plugin"]["pid"] != on["pid"]
+        assert seen["plugin"]["pid"] != on["frontend"]["pid"]
         assert seen["plugin"]["active"], seen["plugin"]["status"]
         fields = dict(seen["plugin"]["stats"]["fields"])
         fields.pop("reference", None)
         assert sum(fields.values()) > 0
 
 
-def test_it_says_so_in_the_log(on: Report, off: Report) -> None:
-    assert says_active(on["log"])
-    assert not says_active(off["log"])
+def test_the_frontend_has_the_plugin(on: Report, off: Report) -> None:
+    assert on["frontend"]["active"], on["frontend"]["status"]
+    assert not off["frontend"]["active"]
+
+
+def test_the_log_says_so(on: Report, off: Report) -> None:
+    assert active_in(on["log"]) >= {"EngineCore", "VllmWorker"}
+    assert not active_in(off["log"])
 
 
 def test_disabling_it_by_the_environment(off: Report) -> None:
     for seen in off["runs"].values():
-        assert seen["plugin"]["pid"] != off["pid"]
+        assert seen["plugin"]["pid"] != off["frontend"]["pid"]
         assert not seen["plugin"]["active"]
         assert seen["plugin"]["stats"]["batches"] == 0
 

@@ -156,7 +156,7 @@ def test_a_data_loader_collates_in_its_workers(context):
     collator = functools.partial(collate, fields=fields)
     collator(items)
     loader = DataLoader(
-        items,  # type: ignore[arg-type]  # a list is a map-style dataset
+        items,
         batch_size=3,
         num_workers=2,
         collate_fn=collator,

@@ -109,7 +109,11 @@ def main(arguments: list[str] | None = None) -> None:
 
     case = CASES[options.case]
     llm = load(case, saved_weights=options.saved_weights)
-    report: dict[str, Any] = {"case": options.case, "pid": os.getpid(), "loaded": observe(llm)}
+    report: dict[str, Any] = {
+        "case": options.case,
+        "frontend": probe.take_plugin(),
+        "loaded": observe(llm),
+    }
     if options.as_loaded:
         # One request at a time: which ones a separate engine's process batches depends on timing.
         report["runs"] = {i: run(llm, case, seed, together=False) for i, seed in SEEDS.items()}

@@ -6,11 +6,12 @@ The import takes longer than all the rest of a run.
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import NoReturn
 
 from . import driver
 from .process import check, start
@@ -19,23 +20,27 @@ from .process import check, start
 class Engines:
     """The side of the tests: `with Engines.started(log) as engines: engines.run("llavanext")`."""
 
-    def __init__(self, ask: IO[str], answer: IO[str]) -> None:
-        self._ask = ask
-        self._answer = answer
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self._process = process
+        self._log = log
 
     @classmethod
     @contextlib.contextmanager
     def started(cls, log: Path) -> Iterator["Engines"]:
         with start(__name__, log=log, pipes=True) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            yield cls(process.stdin, process.stdout)
+            yield cls(process, log)
 
     def run(self, *arguments: str, log: Path) -> None:
         """Run `tests.engine.driver` with these arguments; it limits its time itself."""
-        print(json.dumps([arguments, str(log)]), file=self._ask, flush=True)
-        answer = self._answer.readline()
-        check(int(answer) if answer else None, f"driver {' '.join(arguments)}", log)
+        ask, answers = self._process.stdin, self._process.stdout
+        assert ask is not None
+        assert answers is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps([arguments, str(log)]), file=ask, flush=True)
+        answer = answers.readline()
+        if not answer:
+            check(self._process.wait(10) or -1, __name__, self._log)
+        check(int(answer), f"driver {' '.join(arguments)}", log)
 
 
 def serve() -> None:

@@ -36,7 +36,7 @@ def take_calls(model: Any) -> list[Call]:
     return calls
 
 
-def take_plugin(model: Any) -> dict[str, Any]:
+def take_plugin(model: Any = None) -> dict[str, Any]:
     """The state of mmcollate in this process, and its counters since the last time."""
     import mmcollate
     from mmcollate.integrations import vllm as plugin
@@ -52,7 +52,7 @@ def take_plugin(model: Any) -> dict[str, Any]:
 
 
 def describe(value: Any) -> Any:
-    """All that a consumer of `value` can see of it, short enough to be compared as JSON."""
+    """Type, shape, place and content, short enough to be compared as JSON."""
     if isinstance(value, torch.Tensor):
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         digest = hashlib.sha256(raw.tobytes()).hexdigest()[:16]

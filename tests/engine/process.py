@@ -87,6 +87,6 @@ def check(code: int | None, what: str, log: Path) -> None:
         raise RuntimeError(f"{what} {end}:\n{tail}")
 
 
-def says_active(log: str, process: str = "EngineCore") -> bool:
-    """Whether mmcollate wrote into vLLM's log that it is active, in a process of this name."""
-    return bool(re.search(rf"^\({process}\b.*\bmmcollate \S+ is active\b", log, re.MULTILINE))
+def active_in(log: str) -> set[str]:
+    """The vLLM processes of which the log says that mmcollate is active there."""
+    return set(re.findall(r"^\((\w+).*\bmmcollate \S+ is active\b", log, re.MULTILINE))

@@ -37,8 +37,8 @@ def serving(
     }
     flat = [word for argument in arguments.items() for word in argument]
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    module = "vllm.entrypoints.openai.api_server"
     settings |= environment or {}
+    module = "vllm.entrypoints.openai.api_server"
     with start(module, *flat, "--enforce-eager", log=log, environment=settings) as server:
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + 240

@@ -91,7 +91,7 @@ pub(super) struct Places {
 
 /// Kept fields share one compact buffer. A field bound for the device gets its own: whoever keeps
 /// its batch, or lets it go, decides about its bytes alone.
-pub(super) fn place(gathers: &[Gather<'_>]) -> Result<Places, PlanError> {
+pub(super) fn place(gathers: &[&Gather<'_>]) -> Result<Places, PlanError> {
     let mut kept = plan::Buffer::default();
     let any_kept = gathers.iter().any(|gather| gather.placement == Placement::Cpu);
     let mut buffers = if any_kept { vec![0] } else { vec![] };
@@ -117,7 +117,7 @@ pub(super) fn place(gathers: &[Gather<'_>]) -> Result<Places, PlanError> {
 pub(super) fn make<'py>(
     py: Python<'py>,
     door: &Door,
-    gathers: &[Gather<'_>],
+    gathers: &[&Gather<'_>],
 ) -> PyResult<Option<Vec<Bound<'py, PyAny>>>> {
     match door {
         Door::Table(table) => make_in_buffers(py, table, gathers),
@@ -138,7 +138,7 @@ pub(super) fn make<'py>(
 fn make_in_buffers<'py>(
     py: Python<'py>,
     table: &Table,
-    gathers: &[Gather<'_>],
+    gathers: &[&Gather<'_>],
 ) -> PyResult<Option<Vec<Bound<'py, PyAny>>>> {
     let Ok(Places { places, buffers }) = place(gathers) else {
         return Ok(None);
@@ -157,8 +157,8 @@ fn make_in_buffers<'py>(
 }
 
 /// Runs all gathers; `segments` has one address for each, in order, at which nobody else looks.
-fn fill(py: Python<'_>, gathers: &[Gather<'_>], segments: Vec<SegmentPtr>) {
-    let total: usize = gathers.iter().map(Gather::nbytes).fold(0, usize::saturating_add);
+fn fill(py: Python<'_>, gathers: &[&Gather<'_>], segments: Vec<SegmentPtr>) {
+    let total: usize = gathers.iter().map(|gather| gather.nbytes()).fold(0, usize::saturating_add);
     add(&COUNTERS.bytes_gathered, total as u64);
     let run = || {
         for (gather, segment) in gathers.iter().zip(segments) {

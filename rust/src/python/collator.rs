@@ -1,5 +1,6 @@
 //! One batch, from items to outputs: walk, decide, gather, hand the rest to the reference.
 
+use pyo3::exceptions::PyOverflowError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyList, PyString, PyTuple};
@@ -36,6 +37,26 @@ enum Decision<'a> {
     Gather(Gather<'a>),
     /// Whatever the reference makes of it.
     Reference(Reason),
+}
+
+impl<'a> Decision<'a> {
+    fn gather(&self) -> Option<&Gather<'a>> {
+        match self {
+            Self::Gather(gather) => Some(gather),
+            _ => None,
+        }
+    }
+
+    /// The way, and why if it is the reference's.
+    fn named(&self) -> (&'static str, &'static str) {
+        match self {
+            Self::Alias => ("alias", ""),
+            Self::View => ("view", ""),
+            Self::List | Self::Flatten => ("list", ""),
+            Self::Gather(_) => ("gather", ""),
+            Self::Reference(reason) => ("reference", reason.name()),
+        }
+    }
 }
 
 /// Collates items of one form. Holds no data between calls.
@@ -172,37 +193,19 @@ impl Collator {
             return Ok((end, None));
         };
         let (declared, decisions) = self.decide_all(&call, &table)?;
-        let mut gathers = Vec::new();
-        let mut rows = Vec::with_capacity(decisions.len());
-        for (k, decision) in decisions.into_iter().enumerate() {
-            let placement = if declared[k].keep_on_cpu { "cpu" } else { "device" };
-            let (way, reason) = match decision {
-                Decision::Alias => ("alias", ""),
-                Decision::View => ("view", ""),
-                Decision::List | Decision::Flatten => ("list", ""),
-                Decision::Reference(reason) => ("reference", reason.name()),
-                Decision::Gather(gather) => {
-                    gathers.push(gather);
-                    ("gather", "")
-                }
-            };
-            rows.push((k, placement, way, reason));
-        }
+        let gathers: Vec<_> = decisions.iter().filter_map(Decision::gather).collect();
         let places = buffer::place(&gathers)
-            .map_err(|error| pyo3::exceptions::PyOverflowError::new_err(error.to_string()))?;
-        let mut placed = gathers.iter().zip(places.places);
+            .map_err(|error| PyOverflowError::new_err(error.to_string()))?
+            .places;
+        let mut places = places.into_iter();
         let report = PyList::empty(py);
-        for (k, placement, way, reason) in rows {
-            let (nbytes, buffer, offset) = match (way, placed.len()) {
-                ("gather", 1..) => match placed.next() {
-                    Some((gather, (buffer, offset))) => {
-                        (gather.nbytes(), Some(buffer), Some(offset))
-                    }
-                    None => (0, None, None),
-                },
-                _ => (0, None, None),
-            };
-            report.append((&table.keys[k], placement, way, nbytes, buffer, offset, reason))?;
+        for ((key, declared), decision) in table.keys.iter().zip(declared).zip(&decisions) {
+            let placement = if declared.keep_on_cpu { "cpu" } else { "device" };
+            let nbytes = decision.gather().map_or(0, Gather::nbytes);
+            let place = decision.gather().and_then(|_| places.next());
+            let (buffer, offset) = place.unzip();
+            let (way, reason) = decision.named();
+            report.append((key, placement, way, nbytes, buffer, offset, reason))?;
         }
         Ok((end, Some(report)))
     }
@@ -391,7 +394,7 @@ impl Collator {
             });
         }
         if !self.torch.is_tensor(first) {
-            return self.decide_values(call, table, k, kind, to_cpu, &stays);
+            return self.decide_values(table, k, kind, to_cpu, &stays);
         }
         if table.rows() == 1 {
             return Ok(if !stays(first)? {
@@ -410,13 +413,12 @@ impl Collator {
             None => *grad_enabled.insert(self.torch.is_grad_enabled(call.py)?),
         };
         let placement = if declared.keep_on_cpu { Placement::Cpu } else { Placement::Device };
-        self.decide_tensors(call, table, k, kind, placement, grad_enabled, &stays)
+        self.decide_tensors(table, k, kind, placement, grad_enabled, &stays)
     }
 
     #[allow(clippy::too_many_arguments)]
     fn decide_tensors<'a>(
         &self,
-        call: &Call<'_, '_>,
         table: &'a Table<'_>,
         k: usize,
         kind: Kind,
@@ -429,7 +431,7 @@ impl Collator {
             if !self.torch.is_tensor(leaf) {
                 // Only a list of tensors alone is stacked or concatenated.
                 return if kind == Kind::Batched && is_scalar(leaf) {
-                    self.decide_values(call, table, k, kind, true, stays)
+                    self.decide_values(table, k, kind, true, stays)
                 } else {
                     Ok(Decision::Reference(Reason::MixedLeaves))
                 };
@@ -467,10 +469,9 @@ impl Collator {
         })
     }
 
-    /// A field whose first value is no tensor: plain scalars, or lists.
+    /// A field with a value that is no tensor: plain scalars, or lists.
     fn decide_values<'a>(
         &self,
-        _call: &Call<'_, '_>,
         table: &'a Table<'_>,
         k: usize,
         kind: Kind,
@@ -497,26 +498,21 @@ impl Collator {
                 Ok(if dim == 0 { Decision::Flatten } else { Decision::Reference(Reason::Dim) })
             }
             _ => {
-                let mut only_tensors = true;
                 for value in table.column(k) {
-                    only_tensors &= self.torch.is_tensor(value);
                     // Lists are passed on as they are, but rebuilt where leaves may move.
                     if is_list(value) && !to_cpu {
                         continue;
                     }
                     if !stays(value)? {
-                        return Ok(Decision::Reference(if is_list(value) {
+                        let nested = is_list(value);
+                        return Ok(Decision::Reference(if nested {
                             Reason::Nested
                         } else {
                             Reason::NotATensor
                         }));
                     }
                 }
-                Ok(if only_tensors {
-                    Decision::Reference(Reason::MixedLeaves)
-                } else {
-                    Decision::List
-                })
+                Ok(Decision::List)
             }
         }
     }
@@ -527,61 +523,48 @@ impl Collator {
         table: &Table<'py>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let py = call.py;
-        let (_, mut decisions) = self.decide_all(call, table)?;
-        let mut gathers = Vec::new();
-        let mut gathered = Vec::new();
-        for (k, decision) in decisions.iter_mut().enumerate() {
-            if let Decision::Gather(_) = decision
-                && let Decision::Gather(gather) =
-                    std::mem::replace(decision, Decision::Reference(Reason::NoMemory))
-            {
-                gathers.push(gather);
-                gathered.push(k);
-            }
-        }
-        let mut made = match gathers.is_empty() {
+        let (_, decisions) = self.decide_all(call, table)?;
+        let gathers: Vec<_> = decisions.iter().filter_map(Decision::gather).collect();
+        let made = match gathers.is_empty() {
             true => None,
             false => buffer::make(py, &self.door, &gathers)?,
-        }
-        .into_iter()
-        .flatten()
-        .zip(gathered)
-        .peekable();
+        };
+        let mut made = made.into_iter().flatten();
 
         let batch = PyDict::new(py);
         for (k, decision) in decisions.iter().enumerate() {
-            let values = table.column(k);
-            let output = if let Some((tensor, _)) = made.next_if(|&(_, at)| at == k) {
-                add(&COUNTERS.gather, 1);
-                tensor
-            } else {
-                match decision {
-                    Decision::Alias => {
-                        add(&COUNTERS.alias, 1);
-                        table.first(k).clone()
-                    }
-                    Decision::View => {
-                        add(&COUNTERS.view, 1);
-                        // `leaf[None]` is `leaf.unsqueeze(0)` without the look-up of a method.
-                        table.first(k).get_item(py.None())?
-                    }
-                    Decision::List => {
-                        add(&COUNTERS.list, 1);
-                        PyList::new(py, values)?.into_any()
-                    }
-                    Decision::Flatten => {
-                        add(&COUNTERS.list, 1);
-                        let flat = PyList::empty(py);
-                        for value in values {
-                            for inner in value.try_iter()? {
-                                flat.append(inner?)?;
-                            }
-                        }
-                        flat.into_any()
-                    }
-                    Decision::Gather(_) => unreachable!("taken out above"),
-                    Decision::Reference(reason) => self.reduce(call, table, k, *reason)?,
+            let output = match decision {
+                Decision::Alias => {
+                    add(&COUNTERS.alias, 1);
+                    table.first(k).clone()
                 }
+                Decision::View => {
+                    add(&COUNTERS.view, 1);
+                    // `leaf[None]` is `leaf.unsqueeze(0)` without the look-up of a method.
+                    table.first(k).get_item(py.None())?
+                }
+                Decision::List => {
+                    add(&COUNTERS.list, 1);
+                    PyList::new(py, table.column(k))?.into_any()
+                }
+                Decision::Flatten => {
+                    add(&COUNTERS.list, 1);
+                    let flat = PyList::empty(py);
+                    for value in table.column(k) {
+                        for inner in value.try_iter()? {
+                            flat.append(inner?)?;
+                        }
+                    }
+                    flat.into_any()
+                }
+                Decision::Gather(_) => match made.next() {
+                    Some(tensor) => {
+                        add(&COUNTERS.gather, 1);
+                        tensor
+                    }
+                    None => self.reduce(call, table, k, Reason::NoMemory)?,
+                },
+                Decision::Reference(reason) => self.reduce(call, table, k, *reason)?,
             };
             batch.set_item(&table.keys[k], output)?;
         }
