@@ -121,10 +121,11 @@ def test_sparse_and_nested_tensors_are_compared_by_their_parts():
     differs(eye.to_sparse(), eye.to_sparse_csr(), "layout")
     differs(eye.to_sparse_csr(), (2 * eye).to_sparse_csr(), "values")
     rows, other = [torch.zeros(1), torch.zeros(2)], [torch.zeros(1), torch.ones(2)]
-    for layout in (torch.strided, torch.jagged):
+    for layout, part in ((torch.strided, "unbind 1"), (torch.jagged, "values")):
         ours, theirs = (torch.nested.nested_tensor(x, layout=layout) for x in (rows, other))
-        differs(ours, theirs, "unbind 1")
-        assert_same(ours, torch.nested.nested_tensor(rows, layout=layout))
+        differs(ours, theirs, part)
+        if layout is torch.strided:  # two jagged ones never have equal shapes
+            assert_same(ours, torch.nested.nested_tensor(rows, layout=layout))
     if torch.backends.mkldnn.is_available():
         differs(eye.to_mkldnn(), (2 * eye).to_mkldnn(), "dense")
 

@@ -58,7 +58,7 @@ def resident() -> int:
 
 def test_two_large_gathers_run_at_one_time():
     # Impossible while either holds the interpreter lock.
-    items, tries = sized(64 * MIB), 200
+    items, tries = sized(64 * MIB), 50
     together = threading.Barrier(2)
     met = threading.Event()
     mmcollate.reset_stats()

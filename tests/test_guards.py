@@ -26,7 +26,6 @@ pytest.importorskip("vllm", reason="needs vLLM, which has no wheel for this Pyth
 
 from mmcollate.integrations import vllm as plugin
 from vllm_items import (
-    DEVICES,
     GRAD_MODES,
     HAS_ACCELERATOR,
     ORIGINAL,
@@ -47,7 +46,7 @@ OURS, THEIRS = plugin.group_and_batch_mm_items, ORIGINAL.group_and_batch_mm_item
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
-every_device = pytest.mark.parametrize("device", DEVICES)
+every_device = pytest.mark.parametrize("device", [None, "cpu", "meta"])
 every_mode = pytest.mark.parametrize("mode", GRAD_MODES)
 
 
@@ -89,7 +88,7 @@ class Negating(torch.Tensor):
         out = super().__torch_function__(func, types, args, kwargs or {})
         if func in (torch.stack, torch.concat, torch.Tensor.unsqueeze):
             with torch._C.DisableTorchFunctionSubclass():
-                out.neg_()
+                return out.neg()
         return out
 
 
@@ -167,7 +166,6 @@ MAKERS = {
     "parameter": lambda: torch.nn.Parameter(numbered(4)),
     "frozen parameter": lambda: torch.nn.Parameter(numbered(4), requires_grad=False),
     "buffer": lambda: torch.nn.Buffer(numbered(4)),
-    "uninitialised parameter": torch.nn.UninitializedParameter,
     "0-d": lambda: torch.tensor(3.0),
     "no elements": lambda: torch.zeros(0, 3),
     "no elements, rank 1": lambda: torch.zeros(0),
@@ -734,7 +732,7 @@ def test_a_gathered_tensor_owns_its_memory_as_the_engines_does(kind, mode):
 
 CHANGES = {
     "add_": lambda x: x.add_(1),
-    "larger": lambda x: x.resize_(64)[: x.numel() // 2].zero_(),
+    "larger": lambda x: x.resize_(64).fill_(1),
     "smaller": lambda x: x.resize_(2),
     "other storage": lambda x: x.set_(ones(2)),
     "shared memory": lambda x: x.share_memory_(),
@@ -776,11 +774,9 @@ def test_no_reference_is_leaked(kind, n, error):
         outcome(lambda: plugin.batch_mm_items(items, device=device))
 
     call()
-    gc.collect()
     before = counts()
     for _ in range(50):
         call()
-    gc.collect()
     grown = [b - a for a, b in zip(before, counts(), strict=True)]
     assert max(grown) < 25, grown
 

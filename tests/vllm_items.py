@@ -83,6 +83,20 @@ def to_plain(items: Sequence[MultiModalKwargsItem]) -> tuple[list[dict], dict] |
     return [{name: elem.data for name, elem in x.items()} for x in items], specs
 
 
+def from_plain(
+    items: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]
+) -> list[MultiModalKwargsItem]:
+    """The engine's items for plain dicts with mmcollate's fields."""
+
+    def elem(data: Any, field: Any) -> MultiModalFieldElem:
+        if isinstance(field, mmcollate.Flat):
+            return flat(data, dim=field.dim, keep_on_cpu=field.keep_on_cpu)
+        make = batched if isinstance(field, mmcollate.Batched) else shared
+        return make(data, keep_on_cpu=field.keep_on_cpu)
+
+    return [item(**{name: elem(x[name], fields[name]) for name in x}) for x in items]
+
+
 BUILTIN = (TypeError, ValueError, IndexError, KeyError, RuntimeError)
 
 

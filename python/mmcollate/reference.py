@@ -143,7 +143,10 @@ def _flat(field: Flat, batch: list[Any], pin_memory: bool) -> Any:
         return [inner for x in batch for inner in x]
     if len(batch) == 1:
         return batch[0]
-    first, dim = batch[0], field.dim + (field.dim < 0) * batch[0].dim()
+    first, rank = batch[0], batch[0].dim()
+    if not -rank <= field.dim < rank:
+        raise IndexError(f"dim {field.dim} is out of range for tensors of {rank} dimensions")
+    dim = field.dim % rank
     around = [(x.shape[:dim], x.shape[dim + 1 :]) for x in batch]
     joined = sum(x.shape[dim] for x in batch)
     if all(x == around[0] for x in around):

@@ -3,13 +3,14 @@
 use pyo3::exceptions::PyOverflowError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyList, PyString, PyTuple};
+use pyo3::types::{PyBool, PyDict, PyList, PyString};
 
 use super::buffer::{self, Gather, Planned};
 use super::exchange::{Door, Leaves};
 use super::guard::{self, Torch};
-use super::items::{Declared, FieldTypes, Form, Next, Table, Walker, is_scalar};
+use super::items::{FieldTypes, Form, Next, Table, Walker};
 use super::reason::{COUNTERS, Reason, add};
+use super::values::{Through, is_list, is_scalar};
 use crate::plan::{Kind, Placement};
 
 /// Where the caller wants the batch.
@@ -37,6 +38,13 @@ enum Decision<'a> {
     Gather(Gather<'a>),
     /// Whatever the reference makes of it.
     Reference(Reason),
+}
+
+/// A field's decision, with what carrying it out needs.
+struct Decided<'a> {
+    keep_on_cpu: bool,
+    through: Through<'a>,
+    decision: Decision<'a>,
 }
 
 impl<'a> Decision<'a> {
@@ -192,15 +200,15 @@ impl Collator {
         let Some(table) = table else {
             return Ok((end, None));
         };
-        let (declared, decisions) = self.decide_all(&call, &table)?;
-        let gathers: Vec<_> = decisions.iter().filter_map(Decision::gather).collect();
+        let decided = self.decide_all(&call, &table)?;
+        let gathers: Vec<_> = decided.iter().filter_map(|field| field.decision.gather()).collect();
         let places = buffer::place(&gathers)
             .map_err(|error| PyOverflowError::new_err(error.to_string()))?
             .places;
         let mut places = places.into_iter();
         let report = PyList::empty(py);
-        for ((key, declared), decision) in table.keys.iter().zip(declared).zip(&decisions) {
-            let placement = if declared.keep_on_cpu { "cpu" } else { "device" };
+        for (key, Decided { keep_on_cpu, decision, .. }) in table.keys.iter().zip(&decided) {
+            let placement = if *keep_on_cpu { "cpu" } else { "device" };
             let nbytes = decision.gather().map_or(0, Gather::nbytes);
             let place = decision.gather().and_then(|_| places.next());
             let (buffer, offset) = place.unzip();
@@ -339,65 +347,55 @@ impl Collator {
     }
 
     fn decide_all<'a>(
-        &self,
+        &'a self,
         call: &Call<'_, '_>,
         table: &'a Table<'_>,
-    ) -> PyResult<(Vec<Declared>, Vec<Decision<'a>>)> {
-        let mut declared = Vec::with_capacity(table.keys.len());
-        let mut decisions = Vec::with_capacity(table.keys.len());
+    ) -> PyResult<Vec<Decided<'a>>> {
         let mut grad_enabled = None;
-        for k in 0..table.keys.len() {
-            let field = self.types.read(&table.fields[k])?;
-            let decision = if let Some(reason) = call.all_reference {
-                Decision::Reference(reason)
-            } else if table.mixed[k] {
-                Decision::Reference(Reason::MixedKinds)
-            } else {
-                self.decide(call, table, k, &field, &mut grad_enabled)?
+        let mut decided = Vec::with_capacity(table.keys.len());
+        for (k, field) in table.fields.iter().enumerate() {
+            let declared = self.types.read(field)?;
+            // What is kept goes to the host whatever device is asked for.
+            let to_cpu = match call.target {
+                Target::AsIs => false,
+                Target::Cpu => true,
+                Target::Device => declared.keep_on_cpu,
             };
-            declared.push(field);
-            decisions.push(decision);
+            let through = Through { torch: &self.torch, to_cpu };
+            let decision = match (call.all_reference, declared.kind) {
+                (Some(reason), _) => Decision::Reference(reason),
+                (None, None) => Decision::Reference(Reason::FieldClass),
+                _ if table.mixed[k] => Decision::Reference(Reason::MixedKinds),
+                _ if call.target == Target::Device && !to_cpu => {
+                    Decision::Reference(Reason::DeviceTarget)
+                }
+                (None, Some(kind)) => {
+                    let placement =
+                        if declared.keep_on_cpu { Placement::Cpu } else { Placement::Device };
+                    self.decide(call, table, k, kind, placement, through, &mut grad_enabled)?
+                }
+            };
+            decided.push(Decided { keep_on_cpu: declared.keep_on_cpu, through, decision });
         }
-        Ok((declared, decisions))
+        Ok(decided)
     }
 
+    #[allow(clippy::too_many_arguments)]
     fn decide<'a>(
         &self,
         call: &Call<'_, '_>,
         table: &'a Table<'_>,
         k: usize,
-        declared: &Declared,
+        kind: Kind,
+        placement: Placement,
+        through: Through<'_>,
         grad_enabled: &mut Option<bool>,
     ) -> PyResult<Decision<'a>> {
-        let Some(kind) = declared.kind else {
-            return Ok(Decision::Reference(Reason::FieldClass));
-        };
-        let to_cpu = match call.target {
-            Target::AsIs => false,
-            Target::Cpu => true,
-            Target::Device if declared.keep_on_cpu => true,
-            Target::Device => return Ok(Decision::Reference(Reason::DeviceTarget)),
-        };
-        // A value that torch would hand through: any where nothing moves, else one that is on the
-        // host already.
-        let stays = |value: &Bound<'_, PyAny>| -> PyResult<bool> {
-            Ok(is_scalar(value)
-                || self.torch.is_tensor(value)
-                    && (!to_cpu || value.getattr(intern!(call.py, "is_cpu"))?.is_truthy()?))
-        };
         let first = table.first(k);
-        if kind == Kind::Shared {
-            return Ok(if !to_cpu || stays(first)? {
-                Decision::Alias
-            } else {
-                Decision::Reference(Reason::NotOnCpu)
-            });
-        }
-        if !self.torch.is_tensor(first) {
-            return self.decide_values(table, k, kind, to_cpu, &stays);
-        }
-        if table.rows() == 1 {
-            return Ok(if !stays(first)? {
+        let one_tensor = table.rows() == 1 && self.torch.is_tensor(first);
+        if kind == Kind::Shared || one_tensor {
+            // Where nothing moves, any value passes.
+            return Ok(if through.to_cpu && !through.passes_nested(first)? {
                 Decision::Reference(Reason::NotOnCpu)
             } else if kind == Kind::Batched {
                 Decision::View
@@ -405,33 +403,35 @@ impl Collator {
                 Decision::Alias
             });
         }
-        if call.pinned && call.target == Target::AsIs && !declared.keep_on_cpu {
+        if !self.torch.is_tensor(first) {
+            return self.decide_values(table, k, kind, through);
+        }
+        if call.pinned && call.target == Target::AsIs && placement == Placement::Device {
             return Ok(Decision::Reference(Reason::Pinned));
         }
         let grad_enabled = match *grad_enabled {
             Some(known) => known,
             None => *grad_enabled.insert(self.torch.is_grad_enabled(call.py)?),
         };
-        let placement = if declared.keep_on_cpu { Placement::Cpu } else { Placement::Device };
-        self.decide_tensors(table, k, kind, placement, grad_enabled, &stays)
+        self.decide_tensors(table, k, kind, placement, through, grad_enabled)
     }
 
-    #[allow(clippy::too_many_arguments)]
+    /// A field whose first value is a tensor, of several items.
     fn decide_tensors<'a>(
         &self,
         table: &'a Table<'_>,
         k: usize,
         kind: Kind,
         placement: Placement,
+        through: Through<'_>,
         grad_enabled: bool,
-        stays: &dyn Fn(&Bound<'_, PyAny>) -> PyResult<bool>,
     ) -> PyResult<Decision<'a>> {
         let mut leaves: Option<Leaves<'a>> = None;
         for leaf in table.column(k) {
             if !self.torch.is_tensor(leaf) {
                 // Only a list of tensors alone is stacked or concatenated.
-                return if kind == Kind::Batched && is_scalar(leaf) {
-                    self.decide_values(table, k, kind, true, stays)
+                return if kind == Kind::Batched && (is_scalar(leaf) || is_list(leaf)) {
+                    self.decide_values(table, k, kind, through)
                 } else {
                     Ok(Decision::Reference(Reason::MixedLeaves))
                 };
@@ -440,7 +440,7 @@ impl Collator {
                 && leaves.as_ref().is_some_and(|leaves| !leaves.layouts.uniform())
             {
                 // A ragged list is what it is, whatever else its leaves are.
-                if !stays(leaf)? {
+                if !through.passes(leaf)? {
                     return Ok(Decision::Reference(Reason::NotOnCpu));
                 }
                 continue;
@@ -472,49 +472,26 @@ impl Collator {
     /// A field with a value that is no tensor: plain scalars, or lists.
     fn decide_values<'a>(
         &self,
-        table: &'a Table<'_>,
+        table: &Table<'_>,
         k: usize,
         kind: Kind,
-        to_cpu: bool,
-        stays: &dyn Fn(&Bound<'_, PyAny>) -> PyResult<bool>,
+        through: Through<'_>,
     ) -> PyResult<Decision<'a>> {
-        let is_list = |value: &Bound<'_, PyAny>| {
-            value.is_exact_instance_of::<PyList>() || value.is_exact_instance_of::<PyTuple>()
-        };
-        match kind {
-            Kind::Flat { dim } => {
-                for value in table.column(k) {
-                    if !is_list(value) {
-                        return Ok(Decision::Reference(Reason::NotATensor));
-                    }
-                    if to_cpu {
-                        for inner in value.try_iter()? {
-                            if !stays(&inner?)? {
-                                return Ok(Decision::Reference(Reason::Nested));
-                            }
-                        }
-                    }
-                }
-                Ok(if dim == 0 { Decision::Flatten } else { Decision::Reference(Reason::Dim) })
+        for value in table.column(k) {
+            let joined = matches!(kind, Kind::Flat { .. });
+            if joined && !is_list(value) {
+                return Ok(Decision::Reference(Reason::NotATensor));
             }
-            _ => {
-                for value in table.column(k) {
-                    // Lists are passed on as they are, but rebuilt where leaves may move.
-                    if is_list(value) && !to_cpu {
-                        continue;
-                    }
-                    if !stays(value)? {
-                        let nested = is_list(value);
-                        return Ok(Decision::Reference(if nested {
-                            Reason::Nested
-                        } else {
-                            Reason::NotATensor
-                        }));
-                    }
-                }
-                Ok(Decision::List)
+            if !through.passes_nested(value)? {
+                let reason = if is_list(value) { Reason::Nested } else { Reason::NotATensor };
+                return Ok(Decision::Reference(reason));
             }
         }
+        Ok(match kind {
+            Kind::Flat { dim: 0 } => Decision::Flatten,
+            Kind::Flat { .. } => Decision::Reference(Reason::Dim),
+            _ => Decision::List,
+        })
     }
 
     fn collate<'py>(
@@ -523,8 +500,8 @@ impl Collator {
         table: &Table<'py>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let py = call.py;
-        let (_, decisions) = self.decide_all(call, table)?;
-        let gathers: Vec<_> = decisions.iter().filter_map(Decision::gather).collect();
+        let decided = self.decide_all(call, table)?;
+        let gathers: Vec<_> = decided.iter().filter_map(|field| field.decision.gather()).collect();
         let made = match gathers.is_empty() {
             true => None,
             false => buffer::make(py, &self.door, &gathers)?,
@@ -532,11 +509,11 @@ impl Collator {
         let mut made = made.into_iter().flatten();
 
         let batch = PyDict::new(py);
-        for (k, decision) in decisions.iter().enumerate() {
+        for (k, Decided { through, decision, .. }) in decided.iter().enumerate() {
             let output = match decision {
                 Decision::Alias => {
                     add(&COUNTERS.alias, 1);
-                    table.first(k).clone()
+                    through.pass(table.first(k))?
                 }
                 Decision::View => {
                     add(&COUNTERS.view, 1);
@@ -545,14 +522,18 @@ impl Collator {
                 }
                 Decision::List => {
                     add(&COUNTERS.list, 1);
-                    PyList::new(py, table.column(k))?.into_any()
+                    let list = PyList::empty(py);
+                    for value in table.column(k) {
+                        list.append(through.pass(value)?)?;
+                    }
+                    list.into_any()
                 }
                 Decision::Flatten => {
                     add(&COUNTERS.list, 1);
                     let flat = PyList::empty(py);
                     for value in table.column(k) {
                         for inner in value.try_iter()? {
-                            flat.append(inner?)?;
+                            flat.append(through.pass(&inner?)?)?;
                         }
                     }
                     flat.into_any()

@@ -3,10 +3,11 @@
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyMapping, PyString};
+use pyo3::types::{PyDict, PyInt, PyMapping, PyString};
 
 use super::exchange::Door;
 use super::guard::Torch;
+use super::values::is_scalar;
 use crate::plan::Kind;
 
 /// The classes of the three kinds of fields.
@@ -325,14 +326,4 @@ impl<'py> Walker<'_, 'py> {
         };
         Ok(a.same_whole_numbers(&b))
     }
-}
-
-/// Values that no rule of the reference looks into: it passes them on as they are.
-pub(super) fn is_scalar(value: &Bound<'_, PyAny>) -> bool {
-    value.is_none()
-        || value.is_exact_instance_of::<PyInt>()
-        || value.is_exact_instance_of::<PyFloat>()
-        || value.is_exact_instance_of::<PyBool>()
-        || value.is_exact_instance_of::<PyString>()
-        || value.is_exact_instance_of::<PyBytes>()
 }

@@ -6,6 +6,7 @@ mod exchange;
 mod guard;
 mod items;
 mod reason;
+mod values;
 
 use std::sync::atomic::Ordering;
 

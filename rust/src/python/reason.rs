@@ -35,9 +35,9 @@ reasons! {
     MixedKinds => "mixed_kinds",
     /// Tensors and other values in one field.
     MixedLeaves => "mixed_leaves",
-    /// A value that is neither a tensor nor a plain scalar.
+    /// A value that is neither a plain tensor, nor a plain scalar, nor a list where one may be.
     NotATensor => "not_a_tensor",
-    /// Lists whose copies torch's rules decide.
+    /// Lists of tensors that may have to move, or of unknown values.
     Nested => "nested",
     /// A tensor on another device.
     NotOnCpu => "not_on_cpu",
