@@ -74,7 +74,7 @@ $(BIN)/.installed: requirements/uv.txt requirements/test.txt
 	$(call say,$(VENV): $(PYTHON) with the pinned packages (about 6 GB, once))
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/uv.txt
-	@VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --no-deps -r requirements/test.txt
+	@VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --compile-bytecode --no-deps -r requirements/test.txt
 	@touch $@
 
 $(BIN)/.built: $(BIN)/.installed $(RUST_SOURCES)

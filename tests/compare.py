@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any
@@ -206,7 +206,9 @@ class _Comparer:
             if isinstance(x, torch.Tensor):
                 self.inputs[id(x)] = x
         self.spans = {i: _span(x) for i, x in self.inputs.items()}
-        self.storages = {i: _storage_id(x) for i, x in self.inputs.items()}
+        self.storages: dict[Any, set[tuple[str, int]]] = {}
+        for i, x in self.inputs.items():
+            self.storages.setdefault(_storage_id(x), set()).add(("the storage of", i))
         self.outputs: list[tuple[str, tuple[int, int], tuple[int, int]]] = []
 
     def compare(self, ours: Any, theirs: Any, path: str) -> None:
@@ -242,7 +244,7 @@ class _Comparer:
                 _fail(path, f"{sorted(mine.keys() - other.keys())} only in ours")
             self._attributes(ours, theirs, path)
             self._contents(ours, theirs, path)
-        self._aliases(ours, theirs, path)
+            self._aliases(ours, theirs, path)
         self.outputs.append((path, _span(ours), _span(theirs)))
 
     def _attributes(self, ours: torch.Tensor, theirs: torch.Tensor, path: str) -> None:
@@ -272,20 +274,32 @@ class _Comparer:
             _fail(path, f"ours shares {self._names(mine - other)}, theirs does not")
 
     def _shared_with(self, t: torch.Tensor) -> set[tuple[str, int]]:
-        storage, span = _storage_id(t), _span(t)
-        by_storage = {("the storage of", i) for i, s in self.storages.items() if s == storage}
-        by_address = {("bytes of", i) for i, s in self.spans.items() if _overlap(s, span)}
-        return by_storage | by_address
+        span = _span(t)
+        found = set(self.storages.get(_storage_id(t), ()))
+        if span != (0, 0):
+            found |= {("bytes of", i) for i, x in self.spans.items() if _overlap(x, span)}
+        return found
 
     def _names(self, shared: set[tuple[str, int]]) -> str:
         return ", ".join(sorted(f"{how} {self.known[i]}" for how, i in shared))
 
     def outputs_apart(self) -> None:
         """Outputs must overlap one another exactly where the reference's do."""
-        for i, (path, mine, other) in enumerate(self.outputs):
-            for path2, mine2, other2 in self.outputs[:i]:
-                if _overlap(mine, mine2) != _overlap(other, other2):
-                    _fail(path, f"shares memory with {path2} in only one of the two results")
+        paths, ours, theirs = zip(*self.outputs, strict=True) if self.outputs else ((), (), ())
+        for i, j in sorted(_overlapping(ours) ^ _overlapping(theirs)):
+            _fail(paths[i], f"shares memory with {paths[j]} in only one of the two results")
+
+
+def _overlapping(spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+    """The pairs of spans that overlap."""
+    pairs, open_spans = set(), []
+    for i in sorted(range(len(spans)), key=spans.__getitem__):
+        start, end = spans[i]
+        open_spans = [j for j in open_spans if spans[j][1] > start]
+        if start < end:
+            pairs.update((min(i, j), max(i, j)) for j in open_spans)
+            open_spans.append(i)
+    return pairs
 
 
 def _name(kind: type) -> str:

@@ -84,6 +84,18 @@ def fake(*shape: int) -> torch.Tensor:
         return ones(*shape)
 
 
+def test_the_slow_way_of_reading_is_said_once(door, monkeypatch):
+    monkeypatch.setattr(collation, "_warned", False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            collation.collator.cache_clear()
+            collate(of(1), SOME)
+    assert len(said) == (door == "attributes")
+    # This torch has the table: the variable is why it isn't used.
+    assert all("MMCOLLATE_SKIP_EXCHANGE_TABLE" in str(warning.message) for warning in said)
+
+
 # Values of tensors
 
 FIXED = torch.nn.Parameter(torch.ones(2), requires_grad=False)

@@ -9,6 +9,7 @@ vLLM's own ``reduce_data``, with vLLM's own exceptions.
 
 import functools
 import importlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ _NAMES = ("group_and_batch_mm_items", "_batch_mm_items")
 _lock = threading.RLock()
 _state = "not activated in this process"
 _installed: dict[str, Callable[..., Any]] = {}
+_unsaid: Callable[[], None] | None = None
+"""The log line, if nobody could have heard it at activation; said with the first batch."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,24 @@ def register() -> None:
             _set_state("MMCOLLATE_DISABLE is set")
             logger.info("mmcollate is off: %s", _state)
         elif activate():
-            logger.info("mmcollate %s is active: %s", mmcollate.__version__, _state)
+            global _unsaid
+            line = f"mmcollate {mmcollate.__version__} is active: {_state}"
+            if logger.isEnabledFor(logging.INFO):
+                logger.info("%s", line)
+            else:
+                # vLLM's front end loads plugins before it sets up its log.
+                _unsaid = functools.partial(logger.info, "%s", line)
         else:
             logger.warning("mmcollate is off: %s", _state)
     except Exception as error:  # vLLM would die of it
         _set_state(f"{type(error).__name__}: {error}")
+
+
+def _say_once() -> None:
+    global _unsaid
+    say, _unsaid = _unsaid, None
+    if say is not None:
+        say()
 
 
 def activate() -> bool:
@@ -200,6 +216,8 @@ def group_and_batch_mm_items(
     items: Sequence[Any], *, device: Any = None, pin_memory: bool = False
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """In the place of ``vllm.multimodal.utils.group_and_batch_mm_items``."""
+    if _unsaid is not None:
+        _say_once()
     stop = len(items)
     if type(items) is not list and type(items) is not tuple:
         yield from originals().group_and_batch_mm_items(items, device=device, pin_memory=pin_memory)
@@ -221,6 +239,8 @@ def batch_mm_items(
     items: Sequence[Any], *, device: Any = None, pin_memory: bool = False
 ) -> dict[str, Any]:
     """In the place of ``vllm.multimodal.utils._batch_mm_items``."""
+    if _unsaid is not None:
+        _say_once()
     if type(items) is list or type(items) is tuple:
         batch = collator().batch(items, device, pin_memory)
         if batch is not None:
