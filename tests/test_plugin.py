@@ -1,0 +1,257 @@
+"""The vLLM plugin as vLLM sees it: on, off, and out of the way when something is not as known."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pickle
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import mmcollate
+import pytest
+import torch
+
+utils: Any = pytest.importorskip(
+    "vllm.multimodal.utils", reason="needs vLLM, which has no wheel for this Python"
+)
+
+from mmcollate import bits, errors
+from mmcollate.integrations import vllm as plugin
+from mmcollate.integrations import vllm_source
+from vllm_items import batched, flat, items_of
+
+NAMES = ("group_and_batch_mm_items", "_batch_mm_items")
+
+
+@pytest.fixture(autouse=True)
+def inactive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("MMCOLLATE_DISABLE", "MMCOLLATE_VERIFY"):
+        monkeypatch.delenv(name, raising=False)
+    plugin.deactivate()
+    yield
+    monkeypatch.undo()
+    plugin.deactivate()
+    assert not plugin.is_active()
+
+
+def functions() -> list[Any]:
+    return [getattr(utils, name) for name in NAMES]
+
+
+def test_activation_and_its_reverse_can_be_repeated() -> None:
+    before = functions()
+    for _ in range(2):
+        assert plugin.activate() and plugin.activate() and plugin.is_active()
+        assert all(ours is not theirs for ours, theirs in zip(functions(), before, strict=True))
+        assert plugin.deactivate() and plugin.deactivate() and not plugin.is_active()
+        assert functions() == before
+
+
+def test_the_batches_of_an_active_plugin_come_from_the_core() -> None:
+    plugin.activate()
+    mmcollate.reset_stats()
+    pairs = [("image", item) for item in items_of(batched, [torch.arange(3), torch.arange(3)])]
+    [(modality, count, batch)] = utils.group_and_batch_mm_kwargs(pairs)
+    assert (modality, count) == ("image", 2)
+    assert batch["x"].tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert mmcollate.stats()["fields"]["gather"] == 1
+
+
+def test_activation_leaves_no_trace_in_unused_counters() -> None:
+    mmcollate.reset_stats()
+    plugin.activate()
+    assert mmcollate.stats()["batches"] == 0
+
+
+def test_the_functions_look_like_those_they_replace() -> None:
+    signatures = [inspect.signature(function) for function in functions()]
+    plugin.activate()
+    assert [inspect.signature(function) for function in functions()] == signatures
+    for name, function in zip(NAMES, functions(), strict=True):
+        assert (function.__module__, function.__qualname__) == (utils.__name__, name)
+        assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_an_unknown_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = functions()
+    monkeypatch.setattr(vllm_source, "KNOWN", {})
+    assert not plugin.activate()
+    assert functions() == before
+    assert "unknown" in plugin.status() and "fingerprint" in plugin.status()
+
+
+def test_a_changed_rule_is_an_unknown_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def _can_batch_mm_items(left: Any, right: Any) -> bool:
+        return True
+
+    monkeypatch.setattr(utils, "_can_batch_mm_items", _can_batch_mm_items)
+    assert not plugin.activate()
+    assert "unknown" in plugin.status()
+
+
+def test_a_missing_function_is_an_unknown_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(utils, "_can_batch_mm_items")
+    assert not plugin.activate()
+    assert "unknown" in plugin.status()
+
+
+def test_comments_docstrings_and_annotations_do_not_make_another_vllm() -> None:
+    plain = vllm_source._functions_by_line("def f(x, *, y=1):\n    return x + y\n")
+    dressed = vllm_source._functions_by_line(
+        'def f(x: int, *, y: int = 1) -> int:\n    """Adds."""\n    # so\n    return x + y\n'
+    )
+    other = vllm_source._functions_by_line("def f(x, *, y=1):\n    return x - y\n")
+    canonical = [vllm_source._canonical(f[1]) for f in (plain, dressed, other)]
+    assert canonical[0] == canonical[1] != canonical[2]
+
+
+def test_the_self_check_keeps_a_wrong_result_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = plugin.group_and_batch_mm_items
+
+    def wrong(items: Any, **options: Any) -> Iterator[Any]:
+        for count, batch in right(items, **options):
+            if isinstance(batch["x"], torch.Tensor) and batch["x"].dtype == torch.bfloat16:
+                batch["x"] = -batch["x"]
+            yield count, batch
+
+    before = functions()
+    monkeypatch.setattr(plugin, "group_and_batch_mm_items", wrong)
+    assert not plugin.activate()
+    assert functions() == before
+    assert "difference" in plugin.status() and "['x']" in plugin.status()
+
+
+def test_a_broken_core_does_not_take_vllm_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        raise ImportError("no such symbol")
+
+    monkeypatch.setattr(plugin, "collator", broken)
+    plugin.register()
+    assert not plugin.is_active()
+    assert "no such symbol" in plugin.status()
+
+
+def test_the_off_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMCOLLATE_DISABLE", "1")
+    plugin.register()
+    assert not plugin.is_active()
+    assert "MMCOLLATE_DISABLE" in plugin.status()
+    monkeypatch.setenv("MMCOLLATE_DISABLE", "0")
+    plugin.register()
+    assert plugin.is_active()
+
+
+def test_what_was_patched_on_top_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.activate()
+    ours = utils._batch_mm_items
+
+    def theirs(items: Any, **options: Any) -> Any:
+        return ours(items, **options)
+
+    monkeypatch.setattr(utils, "_batch_mm_items", theirs)
+    assert not plugin.is_active()
+    assert not plugin.deactivate()
+    assert utils._batch_mm_items is theirs
+    monkeypatch.undo()
+    assert plugin.is_active()
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    logger, handler = logging.getLogger("vllm.plugins.mmcollate"), Heard()
+    level = logger.level
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_one_line_says_that_it_is_active(heard: Heard) -> None:
+    logging.getLogger("vllm.plugins.mmcollate").setLevel(logging.INFO)
+    plugin.register()
+    list(utils.group_and_batch_mm_items(items_of(batched, [torch.arange(3)])))
+    [line] = heard.lines
+    assert line.startswith(f"mmcollate {mmcollate.__version__} is active: vLLM ")
+
+
+def test_a_line_that_nobody_could_hear_is_said_with_the_first_batch(heard: Heard) -> None:
+    logger = logging.getLogger("vllm.plugins.mmcollate")
+    logger.setLevel(logging.WARNING)
+    plugin.register()
+    assert heard.lines == []
+    logger.setLevel(logging.INFO)
+    for _ in range(2):
+        list(utils.group_and_batch_mm_items(items_of(batched, [torch.arange(3)])))
+    assert len(heard.lines) == 1
+
+
+def test_verification_passes_right_batches_and_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMCOLLATE_VERIFY", "1")
+    assert plugin.activate() and "verified" in plugin.status()
+    items = items_of(batched, [torch.arange(3), torch.arange(3)])
+    assert len(list(utils.group_and_batch_mm_items(items))) == 1
+    assert utils._batch_mm_items(items)["x"].shape == (2, 3)
+    assert list(utils.group_and_batch_mm_items([])) == []
+    ranks = items_of(flat, [torch.zeros(2), torch.zeros(2, 3)])
+    with pytest.raises(RuntimeError, match="expand"):
+        list(utils.group_and_batch_mm_items(ranks))
+
+
+def test_verification_names_the_field_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMCOLLATE_VERIFY", "1")
+    plugin.activate()
+    right = plugin.collator()
+
+    class Wrong:
+        def next_group(self, *arguments: Any) -> Any:
+            end, batch = right.next_group(*arguments)
+            batch["x"][0, 0] += 1
+            return end, batch
+
+    items = items_of(batched, [torch.arange(3), torch.arange(3)])
+    monkeypatch.setattr(plugin, "collator", Wrong)
+    with pytest.raises(errors.VerificationError, match=r"\['x'\].* byte 0"):
+        list(utils.group_and_batch_mm_items(items))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
+def test_exceptions_carry_a_note_that_names_field_and_item() -> None:
+    plugin.activate()
+    items = items_of(flat, [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(4)])
+    with pytest.raises(IndexError) as caught:
+        list(utils.group_and_batch_mm_items(items))
+    [note] = caught.value.__notes__
+    assert "field 'x', item 2" in note and "float32 (4,)" in note
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (torch.tensor([1.0]), torch.tensor([2.0])),
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (torch.tensor([1]), torch.tensor([1], dtype=torch.int32)),
+        (torch.zeros(2, 3), torch.zeros(3, 2)),
+        (torch.zeros(2, 2), torch.zeros(2, 2).t().contiguous().t()),
+        ([1], (1,)),
+        ([1], [1, 2]),
+        ([1], [True]),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        (None, 0),
+    ],
+)
+def test_the_comparison_sees_every_difference(ours: Any, theirs: Any) -> None:
+    assert bits.first_difference(ours, theirs) is not None
+    assert bits.first_difference(ours, ours) is None
+    nan = torch.tensor([float("nan")])
+    assert bits.first_difference(nan, nan.clone()) is None
