@@ -27,18 +27,17 @@ def shares() -> str | None:
     rows = []
     for path in sorted((ROOT / ".cache" / "engine").glob("*.json")):
         report = json.loads(path.read_text())
-        stats = report.get("stats")
-        if stats is None:
-            continue
-        counts = stats["fields"]
-        total = sum(counts.values())
-        why = ", ".join(f"{name} {n}" for name, n in stats["reference_reasons"].items())
-        cells = [report["case"], str(stats["batches"]), *(str(counts[way]) for way in WAYS)]
-        rows.append(f"| {' | '.join(cells)} | {counts['reference'] / total:.0%} | {why} |")
+        runs = [report["runs"][name]["plugin"]["stats"] for name in ("A on", "B on")]
+        counts = [sum(run["fields"][way] for run in runs) for way in WAYS]
+        batches = sum(run["batches"] for run in runs)
+        share = counts[-1] / sum(counts)
+        rows.append(
+            f"| {report['case']} | {batches} | {' | '.join(map(str, counts))} | {share:.0%} |"
+        )
     if not rows:
         return None
-    head = f"| model | batches | {' | '.join(WAYS)} | share of reference | reasons |"
-    return "\n".join([head, "|" + "---|" * (len(WAYS) + 4), *rows])
+    head = f"| model | batches | {' | '.join(WAYS)} | share of the reference |"
+    return "\n".join([head, "|" + "---|" * (len(WAYS) + 3), *rows])
 
 
 def figures() -> str | None:
