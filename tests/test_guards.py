@@ -732,13 +732,11 @@ def test_a_gathered_tensor_owns_its_memory_as_the_engines_does(kind, mode):
 
 CHANGES = {
     "add_": lambda x: x.add_(1),
-    "larger": lambda x: x.resize_(64).fill_(1),
     "smaller": lambda x: x.resize_(2),
     "other storage": lambda x: x.set_(ones(2)),
     "shared memory": lambda x: x.share_memory_(),
     "requires_grad": lambda x: x.requires_grad_(),
     "data": lambda x: setattr(x, "data", ones(5)),
-    "storage resized": lambda x: x.untyped_storage().resize_(4096),
 }
 
 
@@ -752,6 +750,18 @@ def test_a_gathered_tensor_can_be_changed_in_every_way_the_engines_can(kind, cha
         return batch["x"].clone(), batch["x"]._version - version
 
     assert same_run(run).exception is None
+
+
+@pytest.mark.parametrize("kind", ["batched", "flat"])
+def test_a_gathered_tensor_refuses_to_grow_where_the_engines_does_not(kind):
+    """An intended difference: see docs/divergences.md."""
+    items = items_of(KINDS[kind], [numbered(3), numbered(3)])
+    theirs, ours = ORIGINAL._batch_mm_items(items)["x"], plugin.batch_mm_items(items)["x"]
+    before = ours.clone()
+    theirs.resize_(64)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        ours.resize_(64)
+    assert torch.equal(ours, before)
 
 
 @every_kind

@@ -19,6 +19,8 @@ from vllm_items import (
     items_of,
     leaves_of,
     same,
+    same_batch,
+    same_groups,
     value_of,
 )
 
@@ -330,10 +332,15 @@ def test_scalars_cannot_be_joined(dim, n):
 @pytest.mark.parametrize("shapes", [[(2, 3), (2, 3)], [(2, 3), (2, 4)], [(2, 3), (4, 3)]])
 @pytest.mark.parametrize("dim", [2, 3, 100, -3, -4, -100])
 def test_a_dim_out_of_range(dim, shapes, device):
-    theirs = check([numbered(*s) for s in shapes], dim=dim, device=device)
+    items = items_of(flat, [numbered(*s) for s in shapes], dim=dim)
+    same_groups(items, device=device)
+    theirs = same_batch(items, device=device)
     # of different shapes, a negative one may pass: the engine then pads
     if dim >= 0 or shapes[0] == shapes[1]:
         assert theirs.exception is not None
+    plain = [{"x": numbered(*s)} for s in shapes]
+    with pytest.raises(mmcollate.CollateIndexError, match=f"no dimension {dim}"):
+        mmcollate.collate(plain, {"x": mmcollate.Flat(dim=dim)}, device=device)
 
 
 @pytest.mark.parametrize("dim", [2**40, -(2**40), True, False, 1.0, "0", None])

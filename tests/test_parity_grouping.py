@@ -636,7 +636,10 @@ def test_wrong_arguments_are_refused_at_the_call(args, options):
 def test_activation_replaces_both_functions_and_deactivation_restores_them():
     before = (engine.group_and_batch_mm_items, engine._batch_mm_items)
     originals = plugin.originals()
-    assert (originals.group_and_batch_mm_items, originals._batch_mm_items) == before
+    for mine, engines in zip(
+        (originals.group_and_batch_mm_items, originals._batch_mm_items), before, strict=True
+    ):
+        assert mine.__code__ is engines.__code__
     assert not plugin.is_active()
     for _ in range(2):
         plugin.activate()

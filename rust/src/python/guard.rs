@@ -22,6 +22,7 @@ pub(super) struct Torch {
     dispatch_modes: Py<PyAny>,
     function_modes: Py<PyAny>,
     only_device_contexts: Py<PyAny>,
+    forward_ad: Py<PyAny>,
 }
 
 impl Torch {
@@ -41,6 +42,7 @@ impl Torch {
             dispatch_modes: private.getattr("_len_torch_dispatch_stack")?.unbind(),
             function_modes: private.getattr("_len_torch_function_stack")?.unbind(),
             only_device_contexts,
+            forward_ad: torch.py().import("torch.autograd.forward_ad")?.into_any().unbind(),
         })
     }
 
@@ -54,10 +56,14 @@ impl Torch {
     }
 
     /// Whether a mode is active that wants to see torch's operations (fake tensors, tracing,
-    /// logging …). The context of `torch.device(…)` and `set_default_device` is none of these: it
-    /// changes factories that name no device.
+    /// logging, forward-mode gradients …). The context of `torch.device(…)` and
+    /// `set_default_device` is none of these: it changes factories that name no device.
     pub(super) fn is_observed(&self, py: Python<'_>) -> PyResult<bool> {
         if self.dispatch_modes.bind(py).call0()?.is_truthy()? {
+            return Ok(true);
+        }
+        let level = self.forward_ad.bind(py).getattr(intern!(py, "_current_level"))?;
+        if level.extract::<i64>()? >= 0 {
             return Ok(true);
         }
         Ok(self.function_modes.bind(py).call0()?.is_truthy()?
