@@ -756,12 +756,9 @@ def test_a_gathered_tensor_can_be_changed_in_every_way_the_engines_can(kind, cha
 def test_a_gathered_tensor_refuses_to_grow_where_the_engines_does_not(kind):
     """An intended difference: see docs/divergences.md."""
     items = items_of(KINDS[kind], [numbered(3), numbered(3)])
-    theirs, ours = ORIGINAL._batch_mm_items(items)["x"], plugin.batch_mm_items(items)["x"]
-    before = ours.clone()
-    theirs.resize_(64)
+    ORIGINAL._batch_mm_items(items)["x"].resize_(64)
     with pytest.raises(RuntimeError, match="not resizable"):
-        ours.resize_(64)
-    assert torch.equal(ours, before)
+        plugin.batch_mm_items(items)["x"].resize_(64)
 
 
 @every_kind
