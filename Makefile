@@ -51,7 +51,8 @@ nightly: $(BIN)/.built  ## the differential tests with 20,000 examples and more
 	@$(BIN)/python -m pytest tests/test_differential.py --hypothesis-profile=nightly
 
 wheel: $(BIN)/.installed  ## build the wheel into dist/
-	@$(BIN)/maturin build --quiet --release --out dist
+	@RUSTFLAGS="--remap-path-prefix=$(HOME)=~ --remap-path-prefix=$(CURDIR)=." \
+		$(BIN)/maturin build --quiet --release --out dist
 	@ls -l dist
 
 bench: $(BIN)/.built  ## time collation against vLLM's own

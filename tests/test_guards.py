@@ -214,7 +214,8 @@ if torch.backends.mkldnn.is_available():
     MAKERS["mkldnn"] = lambda: numbered(2, 3).to_mkldnn()
 SHELLS = [getattr(torch, f"{sign}int{bits}") for sign in ("u", "") for bits in range(1, 8)]
 BITS = [torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2]
-QINTS = [torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4]
+# not quint4x2 and quint2x4: torch allocates too little for them, and writes past the end
+QINTS = [torch.quint8, torch.qint8, torch.qint32]
 FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_")]
 for dtype in [*SHELLS, *BITS, *QINTS, *FLOAT8, torch.float4_e2m1fn_x2]:
     MAKERS[str(dtype)] = lambda d=dtype: torch.arange(64, dtype=torch.uint8).view(4, 16).view(d)

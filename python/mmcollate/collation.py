@@ -58,8 +58,9 @@ def collate(
     sequence = _as_list(items, modality)
     if not sequence:
         return {}
-    core, known = _core_and_fields(fields, modality)
-    end, batch = core.next_group(sequence, 0, len(sequence), known, device, pin_memory, modality)
+    core, known = _core_and_fields(fields, sequence, modality)
+    context = _Context(modality, 0)
+    end, batch = core.next_group(sequence, 0, len(sequence), known, device, pin_memory, context)
     if end < len(sequence):
         if known is None:
             raise errors.CollateValueError(
@@ -99,11 +100,13 @@ def collate_groups(
         MMCollateError: As for :func:`collate`, when the group is asked for.
     """
     sequence = _as_list(items, None)
-    core, known = _core_and_fields(fields, None)
+    core, known = _core_and_fields(fields, sequence, None)
     for modality, first, stop in _runs(sequence, modalities):
         start = first
         while start < stop:
-            end, batch = core.next_group(sequence, start, stop, known, device, pin_memory, modality)
+            end, batch = core.next_group(
+                sequence, start, stop, known, device, pin_memory, _Context(modality, start)
+            )
             group = sequence[start:end]
             yield Group(modality, end - start, _or_reference(batch, group, device, pin_memory))
             start = end
@@ -119,12 +122,12 @@ def explained_groups(
     """The groups of :func:`collate_groups`: modality, items, and the core's plan of each field;
     ``None`` where the reference would take the whole group."""
     sequence = _as_list(items, None)
-    core, known = _core_and_fields(fields, None)
+    core, known = _core_and_fields(fields, sequence, None)
     for modality, first, stop in _runs(sequence, modalities):
         start = first
         while start < stop:
             end, plan = core.explain_group(
-                sequence, start, stop, known, device, pin_memory, modality
+                sequence, start, stop, known, device, pin_memory, _Context(modality, start)
             )
             yield modality, sequence[start:end], plan
             start = end
@@ -137,6 +140,10 @@ def _runs(
     if modalities is None:
         yield None, 0, len(items)
         return
+    if not isinstance(modalities, Sequence) or isinstance(modalities, str):
+        raise errors.CollateTypeError(
+            f"modalities are {errors.describe(modalities)}, expected one for each item"
+        )
     if len(modalities) != len(items):
         raise errors.CollateValueError(
             f"{len(modalities)} modalities for {len(items)} items; give one for each"
@@ -165,10 +172,28 @@ def _as_list(items: Sequence[Item], modality: str | None) -> list[Item]:
         ) from error
 
 
+class _Context(NamedTuple):
+    """What the core hands back to the functions below, for their messages."""
+
+    modality: str | None
+    start: int
+    """Index of the group's first item."""
+
+
 def _core_and_fields(
-    fields: Mapping[str, Field] | None, modality: str | None
+    fields: Mapping[str, Field] | None, items: Sequence[Item], modality: str | None
 ) -> tuple[_core.Collator, dict[str, Any] | None]:
     if fields is None:
+        inputs = sys.modules.get("vllm.multimodal.inputs")
+        for index, item in enumerate(items):
+            if inputs is None or not isinstance(item, inputs.MultiModalKwargsItem):
+                raise errors.CollateTypeError(
+                    f"{errors.where(modality, None, index)}: found {errors.describe(item)} and no"
+                    " fields; pass fields={name: Batched() …}, which only vLLM's items can do"
+                    " without",
+                    modality=modality,
+                    item=index,
+                )
         from mmcollate.integrations import vllm
 
         return vllm.collator(), None
@@ -218,9 +243,12 @@ def warn_if_slow(core: _core.Collator) -> None:
     global _warned
     if not core.has_exchange_table and not _warned:
         _warned = True
+        if config.skip_exchange_table():
+            why = "MMCOLLATE_SKIP_EXCHANGE_TABLE is set"
+        else:
+            why = f"torch {torch.__version__} has no DLPack exchange table (2.10 and later have)"
         warnings.warn(
-            f"torch {torch.__version__} does not offer DLPack's exchange table (2.10 and later do):"
-            " mmcollate reads tensors through Python attributes, which is slower",
+            f"{why}: mmcollate reads tensors through Python attributes, which is slower",
             stacklevel=2,
         )
 
@@ -232,8 +260,9 @@ def _reduce(
     device: Any,
     pin_memory: bool,
     reason: str,
-    modality: str | None,
+    context: _Context,
 ) -> Any:
+    modality, start = context
     if type(field) not in (Batched, Flat, Shared):
         raise errors.unknown_kind(modality, name, field)
     try:
@@ -242,13 +271,21 @@ def _reduce(
         raise
     except Exception as error:
         raise errors.of_field(
-            error, modality=modality, name=name, field=field, leaves=leaves
+            error,
+            modality=modality,
+            name=name,
+            field=field,
+            leaves=leaves,
+            start=start,
+            target=(device, pin_memory),
         ) from error
 
 
-def _can_batch(left: Item, right: Item, fields: dict[str, Field], modality: str | None) -> bool:
+def _can_batch(left: Item, right: Item, fields: dict[str, Field], context: _Context) -> bool:
+    modality, start = context
+
     def normalized(item: Item) -> dict[str, Any]:
-        return {name: _normalize(value, name, 0, modality) for name, value in item.items()}
+        return {name: _normalize(value, name, start, context) for name, value in item.items()}
 
     try:
         return reference.can_batch(normalized(left), normalized(right), fields)
@@ -259,18 +296,27 @@ def _can_batch(left: Item, right: Item, fields: dict[str, Field], modality: str 
             if isinstance(field, Shared) and name in left and name in right:
                 pair = [left[name], right[name]]
                 raise errors.of_field(
-                    error, modality=modality, name=name, field=field, leaves=pair
+                    error, modality=modality, name=name, field=field, leaves=pair, start=start
                 ) from error
         raise
 
 
-def _normalize(value: Any, name: str, index: int, modality: str | None) -> Any:
+def _normalize(value: Any, name: str, index: int, context: _Context) -> Any:
     """numpy arrays as tensors, also in lists; everything else as it is."""
+    modality = context.modality
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return value
     if type(value) in (list, tuple):
-        inner = [_normalize(x, name, index, modality) for x in value]
+        try:
+            inner = [_normalize(x, name, index, context) for x in value]
+        except RecursionError as error:
+            raise errors.CollateValueError(
+                f"{errors.where(modality, name, index)}: a list too deep to look into; flatten it",
+                modality=modality,
+                field=name,
+                item=index,
+            ) from error
         same = all(a is b for a, b in zip(inner, value, strict=True))
         return value if same else type(value)(inner)
     if not isinstance(value, numpy.ndarray):

@@ -1,6 +1,6 @@
 """What goes wrong, said so that it can be mended: modality, field, item, shape, dtype, advice."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,50 +94,103 @@ def where(modality: str | None, name: object, item: int | None = None) -> str:
     return ", ".join(parts) or "items"
 
 
-def diagnose(concat_dim: object, leaves: Sequence[Any]) -> tuple[int | None, str]:
-    """The item that most likely made the reference raise, and what to do about it.
+def diagnose(field: object, leaves: Sequence[Any]) -> tuple[int | None, str]:
+    """The leaf that most likely made the reference raise, and what to do about it.
 
     Args:
-        concat_dim: The dimension of a flat field; ``None`` for other kinds.
+        field: The field; one with an attribute ``dim`` is flat.
         leaves: The items' values.
+
+    Returns:
+        The index of the leaf in ``leaves`` (``None`` if no one stands out), and a sentence.
     """
     try:
-        found = _diagnose(concat_dim, leaves)
+        found = _diagnose(field, leaves)
     except Exception:  # tensors so strange that they can't be asked; the cause says the rest
         found = None
-    return found or (None, f"values are {', '.join(map(describe, leaves[:3]))}")
+    some = ", ".join(map(describe, leaves[:3]))
+    return found or (None, f"found {some}{', …' if len(leaves) > 3 else ''}")
 
 
-def _diagnose(concat_dim: object, leaves: Sequence[Any]) -> tuple[int, str] | None:
-    first: Any = leaves[0] if leaves else None
-    if concat_dim is not None and type(concat_dim) is not int:
-        return 0, f"dim is {concat_dim!r}, expected an int"
-    for i, leaf in enumerate(leaves):
-        found = describe(leaf)
-        if isinstance(leaf, torch.Tensor) != isinstance(first, torch.Tensor):
-            return i, f"found {found} where item 0 has {describe(first)}; give all items one form"
-        if not isinstance(leaf, torch.Tensor):
-            if concat_dim is None:
-                continue
-            if not isinstance(leaf, (list, tuple)):
-                return i, f"found {found}; a flat field takes tensors or lists"
-            if concat_dim != 0:
-                return i, f"found {found}; lists are joined with dim=0 only, not dim={concat_dim}"
-            continue
-        if leaf.device != first.device:
-            return i, f"found {found}, item 0 is {describe(first)}; move them to one device first"
-        if isinstance(concat_dim, int) and len(leaves) > 1:
-            rank = leaf.dim()
-            if rank != first.dim():
-                return i, f"found {found}, expected {first.dim()} dimensions as item 0 has; reshape"
-            if not -rank <= concat_dim < rank:
-                return i, f"found {found}, which has no dimension {concat_dim}"
-        if leaf.layout != first.layout or leaf.dtype != first.dtype:
-            return i, f"found {found}, item 0 is {describe(first)}; cast them to one dtype"
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            return i, f"found {describe(leaf)} that requires grad; detach it or use torch.no_grad()"
+def _diagnose(field: object, leaves: Sequence[Any]) -> tuple[int, str] | None:
+    first: Any = leaves[0]
+    flat = hasattr(field, "dim")
+    dim: Any = getattr(field, "dim", None)
+    if flat and type(dim) is not int:
+        return 0, f"dim is {dim!r}, expected an int"
+    checks = [_form(first, flat, dim), _place(first), _plainness(first)]
+    if flat and isinstance(first, torch.Tensor) and len(leaves) > 1:
+        checks.append(_dimensions(first, dim))
+    checks.append(_dtype(first))
+    for check in checks:
+        for i, leaf in enumerate(leaves):
+            problem = check(leaf)
+            if problem:
+                return i, f"found {describe(leaf)}{problem}"
     return None
+
+
+_Check = Callable[[Any], str]
+
+
+def _form(first: Any, flat: bool, dim: Any) -> _Check:
+    def check(leaf: Any) -> str:
+        if isinstance(leaf, torch.Tensor) != isinstance(first, torch.Tensor):
+            return f" where item 0 has {describe(first)}; give all items one form"
+        if isinstance(leaf, torch.Tensor) or not flat:
+            return ""
+        if not isinstance(leaf, (list, tuple)):
+            return "; a flat field takes tensors or lists"
+        return f"; lists are joined with dim=0 only, not dim={dim}" if dim != 0 else ""
+
+    return check
+
+
+def _place(first: Any) -> _Check:
+    def check(leaf: Any) -> str:
+        if isinstance(leaf, torch.Tensor) and leaf.device != first.device:
+            return f", item 0 is {describe(first)}; move them to one device first"
+        return ""
+
+    return check
+
+
+def _plainness(first: Any) -> _Check:
+    def check(leaf: Any) -> str:
+        if not isinstance(leaf, torch.Tensor):
+            return ""
+        if leaf.is_nested:
+            return ", a nested tensor; pad it, or give each part as an item"
+        if leaf.layout is not torch.strided:
+            return "; make it dense with to_dense()"
+        if leaf.is_quantized:
+            return ", quantized; make it plain with dequantize()"
+        if type(leaf) is not type(first):
+            return f", item 0 is {describe(first)}; give all items one type of tensor"
+        return ""
+
+    return check
+
+
+def _dimensions(first: torch.Tensor, dim: int) -> _Check:
+    def check(leaf: Any) -> str:
+        rank = leaf.dim()
+        if rank != first.dim():
+            return f", expected {first.dim()} dimensions as item 0 has; reshape"
+        return "" if -rank <= dim < rank else f", which has no dimension {dim}"
+
+    return check
+
+
+def _dtype(first: Any) -> _Check:
+    def check(leaf: Any) -> str:
+        if isinstance(leaf, torch.Tensor) and leaf.dtype != first.dtype:
+            return f", item 0 is {describe(first)}; cast them to one dtype"
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            return " that requires grad; detach it or use torch.no_grad()"
+        return ""
+
+    return check
 
 
 def of_field(
@@ -147,14 +200,32 @@ def of_field(
     name: str,
     field: object,
     leaves: Sequence[Any],
+    start: int = 0,
+    target: tuple[Any, Any] = (None, False),
 ) -> MMCollateError:
-    """The error to raise for a field whose reference raised ``cause``."""
-    item, advice = diagnose(getattr(field, "dim", None), leaves)
+    """The error to raise for a field whose reference raised ``cause``.
+
+    Args:
+        cause: What the reference raised.
+        modality: Named in the message.
+        name: The field's name.
+        field: The field.
+        leaves: The items' values.
+        start: Index of the item that the first leaf belongs to.
+        target: The call's ``device`` and ``pin_memory``.
+    """
+    leaf, advice = diagnose(field, leaves)
+    item = None if leaf is None else start + leaf
+    device, pin_memory = target
+    if leaf is None and (device is not None or pin_memory):
+        advice += f"; check device={device!r} and pin_memory={pin_memory!r}"
     fitting = (raised for caught, raised in _BY_CAUSE if isinstance(cause, caught))
     raised = next(fitting, CollateRuntimeError)
+    # torch lists every backend when one lacks an operator.
+    said = (str(cause).splitlines() or [""])[0][:300]
     message = (
         f"{where(modality, name, item)} ({field}): {advice}"
-        f" (the reference raised {type(cause).__name__}: {cause})"
+        f" (the reference raised {type(cause).__name__}: {said})"
     )
     return raised(message, modality=modality, field=name, item=item)
 
@@ -170,20 +241,28 @@ def unknown_kind(modality: str | None, name: str, field: object) -> CollateTypeE
     )
 
 
-def unreadable(what: str, value: object, index: int, name: object, modality: Any) -> MMCollateError:
+def unreadable(what: str, value: object, index: int, name: object, context: Any) -> MMCollateError:
     """An item that can't be read; called by the core, which raises what this returns."""
+    modality = context.modality
     if what == "unknown_field":
-        return CollateKeyError(
-            f"{where(modality, name, index)}: {describe(value)} is not declared;"
-            f" add {name!r} to the fields, or leave it out of the item",
-            modality=modality,
-            field=str(name),
-            item=index,
-        )
+        return undeclared_field(modality, name, value, index)
     return CollateTypeError(
         f"{where(modality, None, index)}: found {describe(value)}, expected a mapping from field"
         " name to value",
         modality=modality,
+        item=index,
+    )
+
+
+def undeclared_field(
+    modality: str | None, name: object, value: object, index: int
+) -> CollateKeyError:
+    """An item has a field that nothing is said about."""
+    return CollateKeyError(
+        f"{where(modality, name, index)}: {describe(value)} is not declared;"
+        f" add {name!r} to the fields, or leave it out of the item",
+        modality=modality,
+        field=str(name),
         item=index,
     )
 
@@ -194,11 +273,15 @@ def not_one_batch(
     """Items ``end - 1`` and ``end`` can't be in one batch: says why."""
     left, right = items[end - 1], items[end]
     advice = "use collate_groups() for items that form several batches"
-    missing, extra = left.keys() - right.keys(), right.keys() - left.keys()
+    missing = [name for name in left if name not in right]
+    extra = [name for name in right if name not in left]
+    undeclared = [name for name in extra if name not in fields]
+    if undeclared:
+        return undeclared_field(modality, undeclared[0], right[undeclared[0]], end)
     if missing or extra:
-        lacks = f" lacks {sorted(missing)}" if missing else ""
-        has = f" has {sorted(extra)} besides" if extra else ""
-        name = sorted(missing or extra)[0]
+        lacks = f" lacks {missing}" if missing else ""
+        has = f" has {extra} besides" if extra else ""
+        name = (missing or extra)[0]
         return CollateKeyError(
             f"{where(modality, name, end)}: item {end}{lacks}{' and' * bool(lacks and has)}{has},"
             f" unlike item {end - 1}; {advice}",

@@ -202,8 +202,7 @@ def _reduce(
     try:
         return elems[0].field.reduce_data(elems, device=device, pin_memory=pin_memory)
     except Exception as error:
-        concat_dim = getattr(field, "dim", None)
-        item, advice = errors.diagnose(concat_dim, [elem.data for elem in elems])
+        item, advice = errors.diagnose(field, [elem.data for elem in elems])
         errors.add_note(error, f"mmcollate: {errors.where(None, name, item)}: {advice}")
         raise
 

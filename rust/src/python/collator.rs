@@ -516,9 +516,15 @@ impl Collator {
                     through.pass(table.first(k))?
                 }
                 Decision::View => {
-                    add(&COUNTERS.view, 1);
                     // `leaf[None]` is `leaf.unsqueeze(0)` without the look-up of a method.
-                    table.first(k).get_item(py.None())?
+                    match table.first(k).get_item(py.None()) {
+                        Ok(view) => {
+                            add(&COUNTERS.view, 1);
+                            view
+                        }
+                        // The reference's attempt raises its own error.
+                        Err(_) => self.reduce(call, table, k, Reason::NoPlainData)?,
+                    }
                 }
                 Decision::List => {
                     add(&COUNTERS.list, 1);
