@@ -143,7 +143,9 @@ def _build(spec: Any, made: dict[Any, Any]) -> Any:
         return spec.value
     count = 2 * math.prod(max(n, 1) for n in spec.shape) + 80
     with torch.inference_mode(spec.inference):
-        x = raw_bits(spec.dtype, count, spec.seed, offset=int(spec.layout == "unaligned"))
+        # torch crashes on complex128 that does not lie on a multiple of 16 bytes
+        unaligned = spec.layout == "unaligned" and spec.dtype.itemsize <= 8
+        x = raw_bits(spec.dtype, count, spec.seed, offset=int(unaligned))
         x = LAYOUTS[spec.layout](x, spec.shape)
         if spec.conj and spec.dtype.is_complex:
             x = x.conj()
