@@ -34,7 +34,7 @@ lint: $(BIN)/.built  ## rustfmt, clippy, ruff, mypy, stubtest
 	$(call say,Rust: formatting)
 	@cargo fmt --all --check
 	$(call say,Rust: lints)
-	@PYO3_PYTHON=$(abspath $(BIN)/python) cargo clippy --quiet --all-targets -- -D warnings
+	@PYO3_PYTHON="$(CURDIR)/$(BIN)/python" cargo clippy --quiet --all-targets -- -D warnings
 	@cargo clippy --quiet --all-targets --no-default-features -- -D warnings
 	$(call say,Python: formatting and lints)
 	@$(BIN)/ruff format --quiet --check .
@@ -77,12 +77,12 @@ clean:  ## remove all that was built, installed or cached here
 $(BIN)/.installed: requirements/uv.txt requirements/test.txt
 	@test -n "$(PYTHON)" || { echo "needs Python 3.10 or newer on PATH, or PYTHON=/path/to/it"; exit 1; }
 	$(call say,$(VENV): $(PYTHON) with the pinned packages (about 6 GB, once))
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/uv.txt
 	@VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --no-deps -r requirements/test.txt
 	@touch $@
 
 $(BIN)/.built: $(BIN)/.installed $(RUST_SOURCES)
 	$(call say,building the extension)
-	@VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet --uv --profile dev-release
+	@VIRTUAL_ENV="$(CURDIR)/$(VENV)" $(BIN)/maturin develop --quiet --uv --profile dev-release
 	@touch $@

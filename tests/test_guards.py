@@ -925,3 +925,17 @@ def test_bytes_of_a_result_are_the_bytes_of_its_leaves():
     leaf = bits.view(torch.float32)
     ((_, batch),) = OURS(items_of(flat, [leaf, leaf]))
     assert_same(byte_view(batch["x"]), torch.cat([byte_view(leaf), byte_view(leaf)]))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["batched", "flat"])
+def test_a_trace_records_the_batch_and_not_its_values(kind):
+    def traced(group):
+        def run(x, y):
+            ((_, batch),) = group(items_of(KINDS[kind], [x, y]))
+            return batch["x"].sum()
+
+        trace = torch.jit.trace(run, (ones(3), ones(3)), check_trace=False)
+        return trace(torch.full((3,), 100.0), torch.full((3,), 100.0))
+
+    assert same_run(traced).result.item() == 600

@@ -255,3 +255,95 @@ def test_the_comparison_sees_every_difference(ours: Any, theirs: Any) -> None:
     assert bits.first_difference(ours, ours) is None
     nan = torch.tensor([float("nan")])
     assert bits.first_difference(nan, nan.clone()) is None
+
+
+def test_a_patch_made_before_activation_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs_first = plugin.originals()._batch_mm_items
+
+    def patched(items: Any, **options: Any) -> Any:
+        return theirs_first(items, **options)
+
+    monkeypatch.setattr(utils, "_batch_mm_items", patched)
+    assert not plugin.activate()
+    assert utils._batch_mm_items is patched
+    monkeypatch.undo()
+    assert plugin.activate()
+
+
+def test_a_patch_on_top_survives_another_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.activate()
+    ours = utils._batch_mm_items
+
+    def patched(items: Any, **options: Any) -> Any:
+        return ours(items, **options)
+
+    monkeypatch.setattr(utils, "_batch_mm_items", patched)
+    assert not plugin.activate()
+    assert utils._batch_mm_items is patched
+
+
+def elements(**fields: tuple[Any, Any]) -> Any:
+    from vllm.multimodal import inputs
+
+    return inputs.MultiModalKwargsItem(
+        {
+            name: inputs.MultiModalFieldElem(data=data, field=field)
+            for name, (data, field) in fields.items()
+        }
+    )
+
+
+def test_a_list_that_grows_into_itself_meanwhile_is_an_error_and_no_crash() -> None:
+    from vllm.multimodal.inputs import MultiModalBatchedField
+
+    held: list[Any] = [1]
+
+    class Growing(MultiModalBatchedField):
+        def _reduce_data(self, batch: Any, *, pin_memory: bool) -> Any:
+            held.append(held)
+            return batch
+
+    item = elements(a=(torch.ones(2), Growing()), b=(held, MultiModalBatchedField()))
+    with pytest.raises(RecursionError):
+        list(plugin.group_and_batch_mm_items([item], device="cpu"))
+
+
+def test_a_declaration_that_runs_code_can_not_free_what_is_gathered() -> None:
+    from vllm.multimodal.inputs import MultiModalBatchedField
+
+    leaves = [torch.ones(1 << 22) for _ in range(2)]
+
+    class Freeing:
+        def __bool__(self) -> bool:
+            for leaf in leaves:
+                leaf.untyped_storage().resize_(0)
+            return False
+
+    field = MultiModalBatchedField(keep_on_cpu=Freeing())  # type: ignore[arg-type]
+    items = [
+        elements(a=(leaf, MultiModalBatchedField()), b=(torch.ones(2), field)) for leaf in leaves
+    ]
+    [(_, batch)] = plugin.group_and_batch_mm_items(items)
+    assert batch["a"].sum().item() == 2 << 22
+
+
+@pytest.mark.parametrize("kind", [batched, flat])
+def test_bools_of_other_bytes_than_0_and_1_come_out_as_from_vllm(kind: Any) -> None:
+    odd = torch.tensor([[2, 0, 7], [0, 3, 1]], dtype=torch.uint8).view(torch.bool)
+    for leaves in ([odd, odd], [odd.t(), odd.t()], [odd, odd[:, :2]]):
+        ours = list(plugin.group_and_batch_mm_items(items_of(kind, leaves)))
+        theirs = list(plugin.originals().group_and_batch_mm_items(items_of(kind, leaves)))
+        assert bits.first_difference(ours, theirs) is None
+
+
+def test_the_reference_gets_the_elements_of_the_walk() -> None:
+    from vllm.multimodal import inputs
+
+    class Changing(inputs.MultiModalBatchedField):
+        def _reduce_data(self, batch: Any, *, pin_memory: bool) -> Any:
+            items[0]["z"] = inputs.MultiModalFieldElem(data=99, field=Changing())
+            return batch
+
+    items = [elements(a=(1, Changing()), z=(5, Changing()))]
+    [(_, batch)] = plugin.group_and_batch_mm_items(items)
+    assert batch["z"] == [5]

@@ -1,5 +1,6 @@
 """What goes wrong, said so that it can be mended: modality, field, item, shape, dtype, advice."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,8 +109,17 @@ def diagnose(field: object, leaves: Sequence[Any]) -> tuple[int | None, str]:
         found = _diagnose(field, leaves)
     except Exception:  # tensors so strange that they can't be asked; the cause says the rest
         found = None
-    some = ", ".join(map(describe, leaves[:3]))
-    return found or (None, f"found {some}{', …' if len(leaves) > 3 else ''}")
+    if found is not None:
+        return found
+    some = ", ".join(map(_described, leaves[:3]))
+    return None, f"found {some}{', …' if len(leaves) > 3 else ''}"
+
+
+def _described(value: object) -> str:
+    try:
+        return describe(value)
+    except Exception:
+        return type(value).__name__
 
 
 def _diagnose(field: object, leaves: Sequence[Any]) -> tuple[int, str] | None:
@@ -309,5 +319,6 @@ def _unlike(left: Any, right: Any) -> bool:
 
 def add_note(error: BaseException, note: str) -> None:
     """Adds a note to an exception that passes through, where Python has them (3.11 on)."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
+    with contextlib.suppress(Exception):  # the note must never take the exception's place
+        if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)

@@ -79,6 +79,14 @@ def activate() -> bool:
     with _lock:
         if is_active():
             return True
+        if _installed:
+            _set_state("replaced by another patch on top of mmcollate's")
+            return False
+        utils = _utils()
+        if any(getattr(utils, name) is not known for name, known in _replaced().items()):
+            # Someone has patched vLLM since these were looked up.
+            _replaced.cache_clear()
+            originals.cache_clear()
         try:
             problem = vllm_source.problem(_replaced().values()) or _uncounted_self_check()
         except Exception as error:
@@ -86,7 +94,6 @@ def activate() -> bool:
         if problem:
             _set_state(problem)
             return False
-        utils = _utils()
         pair = (
             (_verified_group_and_batch_mm_items, _verified_batch_mm_items)
             if config.verify()

@@ -27,9 +27,10 @@ use super::exchange::{Door, Leaves, Table};
 use super::reason::{COUNTERS, add};
 use crate::align::SEGMENT_ALIGN;
 use crate::dlpack;
+use crate::dtype::code;
 use crate::error::PlanError;
 use crate::gather::{self, SegmentPtr};
-use crate::plan::{self, Kind, Output, Placement, Way};
+use crate::plan::{self, Kind, Moves, Output, Placement, Way};
 use crate::shape::{self, Dims};
 use crate::source::SourcePtr;
 
@@ -76,6 +77,11 @@ impl<'a> Gather<'a> {
                 _alive: PhantomData,
             }),
         })
+    }
+
+    /// Whether bools are moved otherwise than in whole contiguous leaves.
+    pub(super) fn moves_single_bools(&self) -> bool {
+        self.output.dtype.code == code::BOOL && matches!(self.output.moves, Moves::Blocks { .. })
     }
 
     pub(super) fn nbytes(&self) -> usize {
@@ -163,7 +169,8 @@ fn fill(py: Python<'_>, gathers: &[&Gather<'_>], segments: Vec<SegmentPtr>) {
     let run = || {
         for (gather, segment) in gathers.iter().zip(segments) {
             // SAFETY: (1) a `Gather` is planned from exactly its sources; (2) its leaves are
-            // alive for `'a`; (3) the segment was made for this output, and is fresh memory.
+            // alive for `'a` and no Python code has run here since they were borrowed (for other
+            // threads see the note in `source.rs`); (3) the segment was made for this output, and is fresh memory.
             unsafe { gather::gather(&gather.output, &gather.sources, segment) };
         }
     };

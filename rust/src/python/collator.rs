@@ -1,7 +1,6 @@
 //! One batch, from items to outputs: walk, decide, gather, hand the rest to the reference.
 
-use pyo3::exceptions::PyOverflowError;
-use pyo3::intern;
+use pyo3::exceptions::{PyException, PyOverflowError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyList, PyString};
 
@@ -250,7 +249,7 @@ impl<'a, 'py> Call<'a, 'py> {
         let target = if device.is_none() {
             Target::AsIs
         } else if let Ok(name) = device.cast_exact::<PyString>() {
-            if name.to_cow()? == "cpu" { Target::Cpu } else { Target::Device }
+            if name.to_cow().is_ok_and(|name| name == "cpu") { Target::Cpu } else { Target::Device }
         } else if device.get_type_ptr().cast() == collator.torch.device_type.as_ptr()
             && device.eq(&collator.torch.cpu)?
         {
@@ -265,7 +264,7 @@ impl<'a, 'py> Call<'a, 'py> {
         } else {
             Some(Reason::Pinned)
         };
-        let pinned = pin_memory.is_truthy()?;
+        let pinned = all_reference.is_none() && pin_memory.is_truthy()?;
         Ok(Self { py, device, pin_memory, context, target, pinned, all_reference })
     }
 }
@@ -280,7 +279,7 @@ impl Collator {
         only_device_contexts: Py<PyAny>,
         skip_table: bool,
     ) -> PyResult<Self> {
-        let torch = py.import(intern!(py, "torch"))?;
+        let torch = py.import("torch")?;
         Ok(Self {
             form,
             types,
@@ -353,8 +352,11 @@ impl Collator {
     ) -> PyResult<Vec<Decided<'a>>> {
         let mut grad_enabled = None;
         let mut decided = Vec::with_capacity(table.keys.len());
-        for (k, field) in table.fields.iter().enumerate() {
-            let declared = self.types.read(field)?;
+        // All declarations before the first leaf is borrowed: from then on no Python code runs
+        // until the gather has read it.
+        let declared = table.fields.iter().map(|field| self.types.read(&self.torch.names, field));
+        let declared = declared.collect::<PyResult<Vec<_>>>()?;
+        for (k, declared) in declared.into_iter().enumerate() {
             // What is kept goes to the host whatever device is asked for.
             let to_cpu = match call.target {
                 Target::AsIs => false,
@@ -464,6 +466,10 @@ impl Collator {
             Ok(Planned::Alias) => Decision::Alias,
             Ok(Planned::View) => Decision::View,
             Ok(Planned::List) => Decision::List,
+            // torch writes bools as 0 and 1 where it copies them one by one, whatever byte they had.
+            Ok(Planned::Gather(gather)) if gather.moves_single_bools() => {
+                Decision::Reference(Reason::Dtype)
+            }
             Ok(Planned::Gather(gather)) => Decision::Gather(gather),
             Err(error) => Decision::Reference(error.into()),
         })
@@ -523,7 +529,10 @@ impl Collator {
                             view
                         }
                         // The reference's attempt raises its own error.
-                        Err(_) => self.reduce(call, table, k, Reason::NoPlainData)?,
+                        Err(error) if error.is_instance_of::<PyException>(py) => {
+                            self.reduce(call, table, k, Reason::NoPlainData)?
+                        }
+                        Err(error) => return Err(error),
                     }
                 }
                 Decision::List => {
@@ -571,16 +580,10 @@ impl Collator {
         let py = call.py;
         COUNTERS.count_reference(reason);
         let key = &table.keys[k];
-        let column = match &self.form {
-            Form::Plain { .. } => PyList::new(py, table.column(k))?,
-            Form::Elements { .. } => {
-                let elements = PyList::empty(py);
-                for item in &table.items {
-                    elements.append(item.get_item(key)?)?;
-                }
-                elements
-            }
-        };
+        let column = PyList::empty(py);
+        for given in table.for_reference(k) {
+            column.append(given)?;
+        }
         self.reduce.bind(py).call1((
             key,
             &table.fields[k],

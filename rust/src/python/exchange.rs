@@ -9,7 +9,6 @@ use std::ptr;
 use std::slice;
 
 use pyo3::exceptions::PyRuntimeError;
-use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict, PyTuple};
 
@@ -41,7 +40,8 @@ pub(super) struct Attributes {
 }
 
 /// A tensor as it was when it was borrowed. Its sizes and strides may point into the tensor
-/// itself, so it must be used before anything can resize it: no Python code runs in between.
+/// itself, so it must be used before anything can resize it: while it is in use, no Python code
+/// runs and the interpreter lock is held.
 pub(super) struct Borrowed<'a> {
     data: *const u8,
     dtype: DType,
@@ -92,6 +92,8 @@ impl<'a> Borrowed<'a> {
         let plain = |leaf: &Self| {
             leaf.on_cpu
                 && !leaf.dtype.is_floating()
+                // A bool's byte may be any but 0 for true.
+                && leaf.dtype.code != code::BOOL
                 && !leaf.dtype.may_hide_shell_dtype()
                 && shape::is_contiguous(leaf.sizes(), leaf.strides())
         };
@@ -107,14 +109,17 @@ impl<'a> Borrowed<'a> {
             return None;
         }
         let (left, right) = (self.source(), other.source());
-        // SAFETY: both are contiguous and of `nbytes` bytes, alive for `'a`, and the interpreter
-        // lock is held, so that no Python thread writes to them.
+        // SAFETY: both are contiguous, of `nbytes` bytes, and alive while they are borrowed. A
+        // kernel of torch that writes to them on another thread makes the answer meaningless, as
+        // it would `torch.equal`'s, and nothing worse.
         Some(unsafe { left.same_bytes(right, nbytes) })
     }
 
     fn source(&self) -> SourcePtr {
-        // SAFETY: the leaf, and so its bytes, outlives `'a`; every holder of the pointer in this
-        // module carries that lifetime (`Leaves`, and what is planned from it).
+        // SAFETY: every holder of the pointer carries `'a`, for which the leaf is alive (`Leaves`,
+        // and what is planned from it). Its bytes are where they are until the gather has run:
+        // between the two no Python code runs that could resize it, and for other threads see the
+        // note in `source.rs`.
         unsafe { SourcePtr::new(self.data) }
     }
 }
@@ -185,9 +190,8 @@ impl Door {
 
 impl Table {
     fn of(torch: &Bound<'_, PyModule>) -> PyResult<Option<Self>> {
-        let tensor_type = torch.getattr(intern!(torch.py(), "Tensor"))?;
-        let Ok(capsule) = tensor_type.getattr(intern!(torch.py(), "__dlpack_c_exchange_api__"))
-        else {
+        let tensor_type = torch.getattr("Tensor")?;
+        let Ok(capsule) = tensor_type.getattr("__dlpack_c_exchange_api__") else {
             return Ok(None);
         };
         // Early betas of the table were a plain integer; those are not looked into.
@@ -285,19 +289,22 @@ impl Attributes {
     }
 
     fn borrow<'a>(&self, leaf: &'a Bound<'_, PyAny>) -> PyResult<Option<Borrowed<'a>>> {
-        let py = leaf.py();
-        let dtype = leaf.getattr(intern!(py, "dtype"))?;
+        let dtype = leaf.getattr("dtype")?;
         let Some(&(_, dtype)) = self.dtypes.iter().find(|(object, _)| dtype.is(object)) else {
             return Ok(None);
         };
-        let strided = leaf.getattr(intern!(py, "layout"))?.is(&self.strided);
-        if !strided || leaf.getattr(intern!(py, "is_nested"))?.is_truthy()? {
+        // Only torch below 2.10, where this is used, has named tensors.
+        if leaf.call_method0("has_names").is_ok_and(|named| named.is_truthy().unwrap_or(true)) {
             return Ok(None);
         }
-        let on_cpu = leaf.getattr(intern!(py, "is_cpu"))?.is_truthy()?;
-        let data: usize = leaf.call_method0(intern!(py, "data_ptr"))?.extract()?;
-        let sizes: Vec<i64> = leaf.getattr(intern!(py, "shape"))?.extract()?;
-        let strides: Vec<i64> = leaf.call_method0(intern!(py, "stride"))?.extract()?;
+        let strided = leaf.getattr("layout")?.is(&self.strided);
+        if !strided || leaf.getattr("is_nested")?.is_truthy()? {
+            return Ok(None);
+        }
+        let on_cpu = leaf.getattr("is_cpu")?.is_truthy()?;
+        let data: usize = leaf.call_method0("data_ptr")?.extract()?;
+        let sizes: Vec<i64> = leaf.getattr("shape")?.extract()?;
+        let strides: Vec<i64> = leaf.call_method0("stride")?.extract()?;
         Ok(Some(Borrowed {
             data: ptr::with_exposed_provenance(data),
             dtype,
@@ -318,11 +325,11 @@ impl Attributes {
         let dtype = self.dtypes.iter().find(|(_, dtype)| *dtype == output.dtype);
         let (dtype, _) = dtype.ok_or_else(|| PyRuntimeError::new_err("unknown dtype"))?;
         let kwargs = PyDict::new(py);
-        kwargs.set_item(intern!(py, "dtype"), dtype)?;
-        kwargs.set_item(intern!(py, "device"), intern!(py, "cpu"))?;
+        kwargs.set_item("dtype", dtype)?;
+        kwargs.set_item("device", "cpu")?;
         let sizes = PyTuple::new(py, output.sizes.iter())?;
         let tensor = self.empty.bind(py).call((sizes,), Some(&kwargs))?;
-        let data: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let data: usize = tensor.call_method0("data_ptr")?.extract()?;
         Ok((tensor, ptr::with_exposed_provenance_mut(data)))
     }
 }

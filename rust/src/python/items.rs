@@ -1,12 +1,11 @@
 //! Walking items: from mappings of fields to one table of values.
 
 use pyo3::exceptions::PyTypeError;
-use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyInt, PyMapping, PyString};
+use pyo3::types::{PyBool, PyDict, PyInt};
 
 use super::exchange::Door;
-use super::guard::Torch;
+use super::guard::{Names, Torch};
 use super::values::is_scalar;
 use crate::plan::Kind;
 
@@ -19,13 +18,15 @@ pub(super) struct FieldTypes {
 
 /// A field's declaration, read once for a batch.
 pub(super) struct Declared {
-    /// `None` if the class is none of the three, or its dimension no plain integer.
+    /// `None` if the class is none of the three, its dimension no plain integer, or `keep_on_cpu`
+    /// no bool.
     pub(super) kind: Option<Kind>,
     pub(super) keep_on_cpu: bool,
 }
 
 impl FieldTypes {
-    pub(super) fn read(&self, field: &Bound<'_, PyAny>) -> PyResult<Declared> {
+    /// Runs no Python code for a field of the three classes whose attributes are plain.
+    pub(super) fn read(&self, names: &Names, field: &Bound<'_, PyAny>) -> PyResult<Declared> {
         let py = field.py();
         let class = field.get_type_ptr().cast();
         let kind = if class == self.batched.as_ptr() {
@@ -33,17 +34,20 @@ impl FieldTypes {
         } else if class == self.shared.as_ptr() {
             Some(Kind::Shared)
         } else if class == self.flat.as_ptr() {
-            let dim = field.getattr(intern!(py, "dim"))?;
+            let dim = field.getattr(names.dim.bind(py))?;
             let dim = dim.is_exact_instance_of::<PyInt>().then(|| dim.extract().ok()).flatten();
             dim.map(|dim| Kind::Flat { dim })
         } else {
             None
         };
-        let keep_on_cpu = match kind {
-            Some(_) => field.getattr(intern!(py, "keep_on_cpu"))?.is_truthy()?,
-            None => false,
-        };
-        Ok(Declared { kind, keep_on_cpu })
+        if kind.is_none() {
+            return Ok(Declared { kind, keep_on_cpu: false });
+        }
+        let keep_on_cpu = field.getattr(names.keep_on_cpu.bind(py))?;
+        // The truth of anything but a bool may be decided by code that does anything.
+        let plain = keep_on_cpu.is_exact_instance_of::<PyBool>();
+        let keep_on_cpu = plain && keep_on_cpu.is_truthy()?;
+        Ok(Declared { kind: kind.filter(|_| plain), keep_on_cpu })
     }
 
     /// Whether the reference compares this field's values between items: subclasses count.
@@ -86,6 +90,16 @@ pub(super) struct Table<'py> {
     shared: Vec<bool>,
     /// Row by row.
     values: Vec<Bound<'py, PyAny>>,
+    /// The elements that the values are from, row by row; none if the items are plain mappings.
+    elements: Vec<Bound<'py, PyAny>>,
+}
+
+/// One field of one item.
+struct Element<'py> {
+    value: Bound<'py, PyAny>,
+    field: Bound<'py, PyAny>,
+    /// What both are from, for the reference.
+    kept: Option<Bound<'py, PyAny>>,
 }
 
 /// What the next item is to the rows before it.
@@ -106,6 +120,12 @@ impl<'py> Table<'py> {
     /// The values of one field, item by item.
     pub(super) fn column(&self, k: usize) -> impl ExactSizeIterator<Item = &Bound<'py, PyAny>> {
         self.values.iter().skip(k).step_by(self.keys.len().max(1))
+    }
+
+    /// What the reference is given of one field: the elements, or of plain mappings the values.
+    pub(super) fn for_reference(&self, k: usize) -> impl Iterator<Item = &Bound<'py, PyAny>> {
+        let all = if self.elements.is_empty() { &self.values } else { &self.elements };
+        all.iter().skip(k).step_by(self.keys.len().max(1))
     }
 
     /// The first item's value of one field.
@@ -140,15 +160,20 @@ impl<'py> Walker<'_, 'py> {
             mixed: vec![false; width],
             shared: Vec::with_capacity(width),
             values: Vec::with_capacity(width),
+            elements: Vec::new(),
         };
         for (key, element) in mapping.iter() {
-            let Some((value, field)) = self.element(&key, element, at)? else {
+            let Some(Element { value, field, kept }) = self.element(&key, element, at)? else {
                 return Ok(None);
             };
-            table.shared.push(self.types.is_shared(&field)?);
             table.keys.push(key);
             table.fields.push(field);
             table.values.push(value);
+            table.elements.extend(kept);
+        }
+        // After the walk: a class of its own may decide what it is an instance of, in Python.
+        for field in &table.fields {
+            table.shared.push(self.types.is_shared(field)?);
         }
         Ok(Some(table))
     }
@@ -173,6 +198,7 @@ impl<'py> Walker<'_, 'py> {
         let joined = self.read_row(table, &mapping, at, compare);
         if !matches!(joined, Ok(Next::Joined)) {
             table.values.truncate(before);
+            table.elements.truncate(before);
             return joined;
         }
         table.items.push(item);
@@ -202,7 +228,8 @@ impl<'py> Walker<'_, 'py> {
                     }
                 }
             };
-            let Some((value, field)) = self.element(&table.keys[k], element, at)? else {
+            let Some(Element { value, field, kept }) = self.element(&table.keys[k], element, at)?
+            else {
                 return Ok(Next::Unsure);
             };
             let first = &table.fields[k];
@@ -229,6 +256,7 @@ impl<'py> Walker<'_, 'py> {
                 }
             }
             table.values.push(value);
+            table.elements.extend(kept);
         }
         Ok(Next::Joined)
     }
@@ -241,59 +269,62 @@ impl<'py> Walker<'_, 'py> {
                 if item.get_type_ptr().cast() != class.as_ptr() {
                     return Ok(None);
                 }
-                let data = item.getattr(intern!(py, "data"))?;
+                let data = item.getattr(self.torch.names.data.bind(py))?;
                 Ok(data.cast_into_exact::<PyDict>().ok())
             }
             Form::Plain { .. } => {
+                // A copy: values are normalized while it is walked, in Python.
                 if let Ok(dict) = item.cast_exact::<PyDict>() {
-                    return Ok(Some(dict.clone()));
+                    return dict.copy().map(Some);
                 }
-                if item.cast::<PyMapping>().is_ok() {
+                if item.is_instance(self.torch.mapping_type.bind(py))? {
                     let dict = PyDict::new(py);
-                    dict.update(item.cast::<PyMapping>().map_err(PyErr::from)?)?;
+                    for key in item.try_iter()? {
+                        let key = key?;
+                        dict.set_item(&key, item.get_item(&key)?)?;
+                    }
                     return Ok(Some(dict));
                 }
-                Err(self.report(intern!(py, "not_a_mapping"), item, at, py.None().bind(py)))
+                Err(self.report("not_a_mapping", item, at, py.None().bind(py)))
             }
         }
     }
 
     /// The element's value and field; `None` if it is of another class.
-    #[allow(clippy::type_complexity)]
     fn element(
         &self,
         key: &Bound<'py, PyAny>,
         element: Bound<'py, PyAny>,
         at: usize,
-    ) -> PyResult<Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
+    ) -> PyResult<Option<Element<'py>>> {
         let py = element.py();
         match self.form {
             Form::Elements { element: class, .. } => {
                 if element.get_type_ptr().cast() != class.as_ptr() {
                     return Ok(None);
                 }
-                let value = element.getattr(intern!(py, "data"))?;
-                let field = element.getattr(intern!(py, "field"))?;
-                Ok(Some((value, field)))
+                let value = element.getattr(self.torch.names.data.bind(py))?;
+                let field = element.getattr(self.torch.names.field.bind(py))?;
+                Ok(Some(Element { value, field, kept: Some(element) }))
             }
             Form::Plain { normalize, .. } => {
                 let field = self.fields.map(|fields| fields.get_item(key)).transpose()?.flatten();
                 let Some(field) = field else {
-                    return Err(self.report(intern!(py, "unknown_field"), &element, at, key));
+                    return Err(self.report("unknown_field", &element, at, key));
                 };
                 let value = if self.torch.is_tensor(&element) || is_scalar(&element) {
                     element
                 } else {
                     normalize.bind(py).call1((&element, key, at, self.context))?
                 };
-                Ok(Some((value, field)))
+                Ok(Some(Element { value, field, kept: None }))
             }
         }
     }
 
     fn report(
         &self,
-        what: &Bound<'py, PyString>,
+        what: &str,
         item: &Bound<'py, PyAny>,
         at: usize,
         key: &Bound<'py, PyAny>,

@@ -1,6 +1,6 @@
 //! Values that are handed through: scalars, tensors that stay where they are, lists of such.
 
-use pyo3::intern;
+use pyo3::exceptions::PyRecursionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyFloat, PyInt, PyList, PyString, PyTuple};
 
@@ -42,7 +42,7 @@ impl Through<'_> {
         }
         let py = value.py();
         Ok(self.torch.is_tensor(value)
-            && (!self.to_cpu || value.getattr(intern!(py, "is_cpu"))?.is_truthy()?))
+            && (!self.to_cpu || value.getattr(self.torch.names.is_cpu.bind(py))?.is_truthy()?))
     }
 
     /// Whether [`Self::pass`] gives the reference's result, lists included.
@@ -70,10 +70,18 @@ impl Through<'_> {
 
     /// The value as the reference passes it on.
     pub(super) fn pass<'py>(self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        self.pass_at(value, 0)
+    }
+
+    fn pass_at<'py>(self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<Bound<'py, PyAny>> {
         if !self.to_cpu || !is_list(value) {
             return Ok(value.clone());
         }
-        let inner = value.try_iter()?.map(|inner| self.pass(&inner?));
+        // It was less deep when `passes_nested` looked; another thread has changed it since.
+        if depth > MAX_DEPTH {
+            return Err(PyRecursionError::new_err("maximum recursion depth exceeded"));
+        }
+        let inner = value.try_iter()?.map(|inner| self.pass_at(&inner?, depth + 1));
         let inner = inner.collect::<PyResult<Vec<_>>>()?;
         if value.is_exact_instance_of::<PyList>() {
             Ok(PyList::new(value.py(), inner)?.into_any())
