@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import torch
+
 from mmcollate.stats import Stats
 
-__all__ = ["Collator", "__version__", "reset_stats", "stats"]
+__all__ = ["Arena", "Collator", "DevicePlan", "__version__", "reset_stats", "stats"]
 __version__: str
 
 @final
@@ -24,6 +26,7 @@ class Collator:
         can_batch: Callable[..., bool],
         only_device_contexts: Callable[[], bool],
         skip_table: bool = False,
+        counted: bool = True,
     ) -> Collator:
         """Of items whose attribute `data` is a dict of elements with `data` and `field`."""
 
@@ -39,6 +42,7 @@ class Collator:
         can_batch: Callable[..., bool],
         only_device_contexts: Callable[[], bool],
         skip_table: bool = False,
+        counted: bool = True,
     ) -> Collator:
         """Of mappings from name to value."""
 
@@ -51,10 +55,17 @@ class Collator:
         device: Any,
         pin_memory: bool,
         context: Any,
-    ) -> tuple[int, dict[str, Any] | None]:
-        """Collates the group that starts at `start`; it ends before `stop` at the latest."""
+        staging: bool,
+    ) -> tuple[int, dict[str, Any] | None, DevicePlan | None]:
+        """Collates the group that starts at `start`; it ends before `stop` at the latest.
 
-    def batch(self, items: Sequence[Any], device: Any, pin_memory: bool) -> dict[str, Any] | None:
+        Returns the index after its last item, its batch (`None` if only the reference can make it),
+        and with `staging` a plan of what is bound for the device: in the batch these fields are
+        `None`."""
+
+    def batch(
+        self, items: Sequence[Any], device: Any, pin_memory: bool, staging: bool
+    ) -> tuple[dict[str, Any] | None, DevicePlan | None]:
         """Collates all items into one batch, as they are; `None` if only the reference can."""
 
     def explain_group(
@@ -66,12 +77,78 @@ class Collator:
         device: Any,
         pin_memory: bool,
         context: Any,
-    ) -> tuple[int, list[tuple[str, str, str, int, int | None, int | None, str]] | None]:
+        staging: bool,
+    ) -> tuple[
+        int,
+        list[tuple[Any, str, str, int, int | None, int | None, str]] | None,
+        DevicePlan | None,
+    ]:
         """What `next_group` would do, without doing it."""
 
     @property
     def has_exchange_table(self) -> bool:
         """Whether tensors are read through torch's exchange table."""
+
+@final
+class Arena:
+    """Slots of one size: which is free, leased, or read by a device. See `rust/src/arena.rs`."""
+
+    def __new__(cls, slot_bytes: int, cap: int) -> Arena: ...
+    def lease(self) -> tuple[int, int] | None:
+        """Takes a free slot, or says that there is none."""
+
+    def grow(self) -> tuple[int, int] | None:
+        """Takes a place for a new slot, if the cap has room; `settled` must follow."""
+
+    def settled(self, taken: tuple[int, int], has_memory: bool) -> None:
+        """Whether the place that grew has memory now: it is then leased, else given back."""
+
+    def launch(self, taken: tuple[int, int]) -> None:
+        """A device is about to read the slot."""
+
+    def release(self, taken: tuple[int, int]) -> None:
+        """Gives the slot back; one that was launched must have passed its fence."""
+
+    def trim(self) -> list[int]:
+        """Takes all free slots out of use, and returns which."""
+
+    def census(self) -> tuple[int, int, int, int]:
+        """How many slots are growing, free, leased and in flight."""
+
+    @property
+    def slot_bytes(self) -> int: ...
+    @property
+    def capacity(self) -> int:
+        """Most slots that there can be."""
+
+@final
+class DevicePlan:
+    """The fields of one batch that go to a device."""
+
+    @property
+    def fields(self) -> list[tuple[Any, bool, int, int]]:
+        """For each field `(name, whether its batch is a list, its first load, its last + 1)`."""
+
+    @property
+    def loads(self) -> list[tuple[torch.Tensor, tuple[int, ...], tuple[int, ...], int, int]]:
+        """For each load `(its first leaf, sizes, strides, bytes, number of leaves)`."""
+
+    def lay_out(
+        self, own: Sequence[bool | None]
+    ) -> tuple[int, list[tuple[int, int]], list[tuple[int, int] | None]]:
+        """Lays the loads of some fields out."""
+
+    def large_leaves(self, load: int, at_least: int) -> list[tuple[torch.Tensor, int, int]]:
+        """The leaves of a load of at least so many bytes that lie in it as they are."""
+
+    def gather(self, into: torch.Tensor, start: int, stop: int) -> bool:
+        """Writes the bytes `start..stop` of the host buffer to `into`."""
+
+    def count(self, fields: int) -> None:
+        """Counts so many fields as staged."""
+
+    def reduce(self, field: int, reason: str) -> Any:
+        """What the reference makes of one field."""
 
 def stats() -> Stats:
     """Sums since the process started, or since `reset_stats`."""

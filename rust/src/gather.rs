@@ -1,5 +1,6 @@
 //! The only copy.
 
+use std::ops::Range;
 use std::ptr;
 
 use crate::plan::{Block, Loop, Moves, Output};
@@ -17,6 +18,11 @@ impl SegmentPtr {
     pub fn new(address: *mut u8) -> Self {
         Self(address)
     }
+
+    /// The address so many bytes further on.
+    pub fn plus(self, bytes: usize) -> Self {
+        Self(self.0.wrapping_add(bytes))
+    }
 }
 
 /// Copies the leaves of one field into its segment.
@@ -27,69 +33,173 @@ impl SegmentPtr {
 /// 2. The bytes of every source are alive until this returns (the contract of [`SourcePtr`]).
 /// 3. `segment` is valid for writes of `output.nbytes` bytes and overlaps no source.
 pub unsafe fn gather(output: &Output, sources: &[SourcePtr], segment: SegmentPtr) {
-    let segment = segment.0;
+    // SAFETY: the range is the whole output; the rest is passed on.
+    unsafe { gather_range(output, sources, segment, 0..output.nbytes) };
+}
+
+/// Writes zeros.
+///
+/// # Safety
+///
+/// `segment` is valid for writes of `nbytes` bytes.
+pub unsafe fn zero(segment: SegmentPtr, nbytes: usize) {
+    if nbytes > 0 {
+        // SAFETY: by the contract above.
+        unsafe { ptr::write_bytes(segment.0, 0, nbytes) };
+    }
+}
+
+/// Writes one range of an output's bytes; `segment` is where the range's first byte goes.
+///
+/// # Safety
+///
+/// As for [`gather`], but that `segment` needs to be valid for `range.len()` bytes only. The range
+/// lies inside the output.
+pub unsafe fn gather_range(
+    output: &Output,
+    sources: &[SourcePtr],
+    segment: SegmentPtr,
+    range: Range<usize>,
+) {
+    debug_assert!(range.start <= range.end && range.end <= output.nbytes);
+    if range.is_empty() {
+        return;
+    }
+    let window = Window { segment: segment.0, range };
     match &output.moves {
-        Moves::Rows { len: 0 } => {}
         Moves::Rows { len } => {
-            for (row, source) in sources.iter().enumerate() {
+            // The range is not empty, so the rows are not.
+            let first = window.range.start / len;
+            let last = window.range.end.div_ceil(*len);
+            for (row, source) in sources.iter().enumerate().take(last).skip(first) {
                 // SAFETY: the plan made the output `sources.len() * len` bytes (1), so the row
-                // lies inside the segment (3).
-                let target = unsafe { segment.add(row * len) };
-                // SAFETY: the leaf holds `len` bytes (1, 2); the row is ours alone (3).
-                unsafe { copy(*source, target, *len) };
+                // lies inside it; the leaf holds `len` bytes (1, 2).
+                unsafe { window.write(source.address(), row * len, *len) };
             }
         }
         Moves::Runs(lens) => {
             let mut offset = 0;
             for (source, &len) in sources.iter().zip(lens) {
-                // SAFETY: the runs add up to `output.nbytes` (1), so this one lies inside (3).
-                let target = unsafe { segment.add(offset) };
-                // SAFETY: the leaf holds `len` bytes (1, 2); the run is ours alone (3).
-                unsafe { copy(*source, target, len) };
+                // SAFETY: the runs add up to `output.nbytes` (1), so this one lies inside it; the
+                // leaf holds `len` bytes (1, 2).
+                unsafe { window.write(source.address(), offset, len) };
                 offset += len;
             }
         }
         Moves::Blocks { zero, blocks } => {
             if *zero {
-                // SAFETY: the segment is `output.nbytes` long (3).
-                unsafe { ptr::write_bytes(segment, 0, output.nbytes) };
+                // SAFETY: the segment is as long as the range (3).
+                unsafe { ptr::write_bytes(window.segment, 0, window.range.len()) };
             }
             for (source, block) in sources.iter().zip(blocks) {
                 if block.run > 0 {
-                    // SAFETY: a block of a leaf with elements starts inside the output (1, 3).
-                    let target = unsafe { segment.add(block.offset) };
-                    // SAFETY: the block's loops stay inside the leaf and the output (1, 2, 3).
-                    unsafe { copy_block(block, source.address(), target) };
+                    let Block { offset, run, loops } = block;
+                    // SAFETY: the block's loops stay inside the leaf and the output (1, 2).
+                    unsafe { window.write_block(source.address(), *offset, *run, loops) };
                 }
             }
         }
     }
 }
 
-/// # Safety
-///
-/// `len` bytes can be read at `source` and written at `target`; they do not overlap.
-unsafe fn copy(source: SourcePtr, target: *mut u8, len: usize) {
-    if len > 0 {
-        // SAFETY: by the contract above; bytes have no alignment.
-        unsafe { ptr::copy_nonoverlapping(source.address(), target, len) };
+/// The part of an output that is written now.
+struct Window {
+    /// Where byte `range.start` goes; valid for `range.len()` bytes.
+    segment: *mut u8,
+    range: Range<usize>,
+}
+
+impl Window {
+    /// Address of the output's byte `at`, which lies in the window.
+    fn at(&self, at: usize) -> *mut u8 {
+        self.segment.wrapping_add(at - self.range.start)
+    }
+
+    /// Writes what the window shows of `len` bytes at `at`.
+    ///
+    /// # Safety
+    ///
+    /// `len` bytes can be read at `source`, and `at..at + len` lies inside the output.
+    unsafe fn write(&self, source: *const u8, at: usize, len: usize) {
+        let start = at.max(self.range.start);
+        let end = (at + len).min(self.range.end);
+        if start < end {
+            let from = source.wrapping_add(start - at);
+            // SAFETY: `start..end` lies inside the bytes and inside the window, by the contract
+            // above and the type's; nobody else writes there. Bytes have no alignment.
+            unsafe { ptr::copy_nonoverlapping(from, self.at(start), end - start) };
+        }
+    }
+
+    /// Writes what the window shows of a block whose first element goes to `at`.
+    ///
+    /// # Safety
+    ///
+    /// Every run that the loops reach from `source` can be read, and from `at` lies inside the
+    /// output. Loops go outward to inward with falling output steps, each at least as large as
+    /// what is inside it.
+    unsafe fn write_block(&self, source: *const u8, at: usize, run: usize, loops: &[Loop]) {
+        let extent = |loops: &[Loop]| {
+            loops.iter().map(|step| (step.count - 1) * step.output_step).sum::<usize>() + run
+        };
+        let Range { start, end } = self.range;
+        let whole = extent(loops);
+        if at >= end || at + whole <= start {
+            return;
+        }
+        if start <= at && at + whole <= end {
+            // SAFETY: by the contract above; all of it is in the window.
+            return unsafe { copy_block(run, loops, source, self.at(at)) };
+        }
+        let Some((outer, inner)) = loops.split_first() else {
+            // SAFETY: a single run, by the contract above.
+            return unsafe { self.write(source, at, run) };
+        };
+        // Steps that the window shows at all, and among them those that it shows whole.
+        let Loop { count, source_step, output_step } = *outer;
+        let part = extent(inner);
+        let shown = if start < at + part { 0 } else { (start - at - part) / output_step + 1 }
+            ..(end - at).div_ceil(output_step).min(count);
+        let full = start.saturating_sub(at).div_ceil(output_step)..if end < at + part {
+            0
+        } else {
+            ((end - at - part) / output_step + 1).min(count)
+        };
+        let place = |step: usize| {
+            (source.wrapping_offset(source_step * step as isize), at + output_step * step)
+        };
+        let mut step = shown.start;
+        while step < shown.end {
+            let (from, to) = place(step);
+            if full.contains(&step) {
+                let mut many = loops.to_vec();
+                many[0].count = full.end - step;
+                // SAFETY: steps of the outer loop, by the contract above; the window shows all.
+                unsafe { copy_block(run, &many, from, self.at(to)) };
+                step = full.end;
+            } else {
+                // SAFETY: one step of the outer loop, by the contract above.
+                unsafe { self.write_block(from, to, run, inner) };
+                step += 1;
+            }
+        }
     }
 }
 
 /// # Safety
 ///
-/// Every run that the block's loops reach from `source` can be read, and from `target` written.
-unsafe fn copy_block(block: &Block, source: *const u8, target: *mut u8) {
-    let Some((inner, outer)) = block.loops.split_last() else {
+/// Every run that the loops reach from `source` can be read, and from `target` written.
+unsafe fn copy_block(run: usize, loops: &[Loop], source: *const u8, target: *mut u8) {
+    let Some((inner, outer)) = loops.split_last() else {
         // SAFETY: the block is a single run.
-        return unsafe { ptr::copy_nonoverlapping(source, target, block.run) };
+        return unsafe { ptr::copy_nonoverlapping(source, target, run) };
     };
     // An odometer over the outer loops, so that any rank needs no recursion.
     let mut at = vec![0_usize; outer.len()];
     let (mut source, mut target) = (source, target);
     loop {
         // SAFETY: the odometer stands on a position that the outer loops reach.
-        unsafe { copy_runs(inner, block.run, source, target) };
+        unsafe { copy_runs(inner, run, source, target) };
         let mut d = outer.len();
         loop {
             if d == 0 {

@@ -9,6 +9,7 @@
 //! Everything outside [`python`] builds and is tested without Python and without torch.
 
 pub mod align;
+pub mod arena;
 pub mod dlpack;
 pub mod dtype;
 pub mod error;

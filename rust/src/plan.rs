@@ -3,6 +3,10 @@
 //! Pure: the same layouts give the same plan, on any machine. Nothing is allocated, read or
 //! written for the data itself, so a plan can be printed before it is carried out.
 
+use std::cmp::Reverse;
+use std::iter::repeat_n;
+use std::ops::Range;
+
 use crate::align::align_up;
 use crate::dtype::DType;
 use crate::error::PlanError;
@@ -32,17 +36,29 @@ pub enum Placement {
     Device,
 }
 
-/// What a field of tensors becomes.
+/// What a field becomes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Way {
-    /// The first leaf itself.
+pub enum Way<G = Output> {
+    /// The first value itself.
     Alias,
     /// A view of the only leaf with a new first dimension.
     View,
-    /// The leaves themselves, in a list: their shapes differ.
+    /// The values themselves, in a list; of a flat field what they, lists too, hold.
     List,
     /// The leaves' bytes, side by side in one segment.
-    Gather(Output),
+    Gather(G),
+}
+
+impl<G> Way<G> {
+    /// The same way, with what a gather takes made into something else.
+    pub fn map<H>(self, change: impl FnOnce(G) -> H) -> Way<H> {
+        match self {
+            Self::Alias => Way::Alias,
+            Self::View => Way::View,
+            Self::List => Way::List,
+            Self::Gather(gather) => Way::Gather(change(gather)),
+        }
+    }
 }
 
 /// A field's batch as one dense tensor, before it has a place.
@@ -56,6 +72,21 @@ pub struct Output {
     pub nbytes: usize,
     /// What fills it; offsets count from its first byte, leaves from the field's first.
     pub moves: Moves,
+}
+
+impl Output {
+    /// Bytes of the leaves that lie in the output as they are, one after the other; none if
+    /// leaves have gaps or interleave.
+    pub fn whole_leaves(&self) -> impl Iterator<Item = usize> + '_ {
+        let (rows, runs) = match &self.moves {
+            Moves::Rows { len } => (Some(*len), &[][..]),
+            Moves::Runs(lens) => (None, &lens[..]),
+            Moves::Blocks { .. } => (None, &[][..]),
+        };
+        let count = |len: usize| self.nbytes.checked_div(len).unwrap_or(0);
+        let rows = rows.into_iter().flat_map(move |len| repeat_n(len, count(len)));
+        rows.chain(runs.iter().copied())
+    }
 }
 
 /// How the leaves fill an output.
@@ -99,21 +130,55 @@ pub struct Loop {
     pub output_step: usize,
 }
 
-/// Decides what a field's batch is.
+/// What a field of `count` tensors becomes, where no layout decides it: such leaves need not even
+/// be read.
+pub fn plan_unread<G>(kind: Kind, count: usize) -> Option<Way<G>> {
+    match kind {
+        Kind::Shared => Some(Way::Alias),
+        Kind::Batched if count == 1 => Some(Way::View),
+        Kind::Flat { .. } if count == 1 => Some(Way::Alias),
+        Kind::Batched | Kind::Flat { .. } => None,
+    }
+}
+
+/// What a field of values that are no tensors becomes; `None` if no way but the reference's.
+pub fn plan_values<G>(kind: Kind) -> Option<Way<G>> {
+    match kind {
+        Kind::Shared => Some(Way::Alias),
+        Kind::Batched | Kind::Flat { dim: 0 } => Some(Way::List),
+        Kind::Flat { .. } => None,
+    }
+}
+
+/// What a field of tensors becomes.
 ///
 /// # Errors
 ///
 /// What the reference treats in its own way or refuses: mixed ranks or a dimension out of range in
 /// a flat field, expanded leaves, sizes beyond 64 bits.
 pub fn plan_field(kind: Kind, leaves: &Layouts) -> Result<Way, PlanError> {
-    match kind {
-        Kind::Shared => Ok(Way::Alias),
-        Kind::Batched if leaves.len() == 1 => Ok(Way::View),
-        Kind::Batched if !leaves.uniform() => Ok(Way::List),
-        Kind::Batched => stack(leaves).map(Way::Gather),
-        Kind::Flat { .. } if leaves.len() == 1 => Ok(Way::Alias),
-        Kind::Flat { dim } => concat(leaves, dim).map(Way::Gather),
+    if let Some(way) = plan_unread(kind, leaves.len()) {
+        return Ok(way);
     }
+    match kind {
+        Kind::Flat { dim } => concat(leaves, dim).map(Way::Gather),
+        _ if !leaves.uniform() => Ok(Way::List),
+        _ => stack(leaves).map(Way::Gather),
+    }
+}
+
+/// One leaf as a dense tensor of its own, with a new first dimension if `leading`: what a device
+/// gets of a leaf that is neither stacked nor concatenated.
+///
+/// # Errors
+///
+/// An expanded leaf, or sizes beyond 64 bits.
+pub fn plan_dense(leaf: &Layouts, leading: bool) -> Result<Output, PlanError> {
+    let mut output = stack(leaf)?;
+    if !leading {
+        output.sizes.remove(0);
+    }
+    Ok(output)
 }
 
 fn stack(leaves: &Layouts) -> Result<Output, PlanError> {
@@ -264,6 +329,68 @@ impl Buffer {
     }
 }
 
+/// What a layout needs to know of an output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Demand {
+    /// Bytes of the output.
+    pub nbytes: usize,
+    /// Whether its elements are floating point numbers.
+    pub floating: bool,
+    /// Whether it is to have an allocation of its own: it may be kept longer than the others.
+    pub own: bool,
+}
+
+/// Where outputs lie, in a host buffer that holds all of them and in the allocations on a device
+/// that they are copied to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Layout {
+    /// For each output, its first byte in the host buffer.
+    pub offsets: Vec<usize>,
+    /// For each output, which allocation it is in.
+    pub part_of: Vec<usize>,
+    /// For each allocation, the range of the host buffer that it is a copy of.
+    pub parts: Vec<Range<usize>>,
+}
+
+/// Lays outputs out: one allocation for all that need none of their own.
+///
+/// There the largest floating point output comes first, at offset 0, and the others by falling
+/// size. So the place of the tensor that a compiled model reads does not change with what comes
+/// along with it, nor with the order of the names.
+///
+/// # Errors
+///
+/// Sizes beyond 64 bits.
+pub fn lay_out(demands: &[Demand]) -> Result<Layout, PlanError> {
+    let mut order: Vec<_> = (0..demands.len()).collect();
+    order.sort_by_key(|&output| {
+        let Demand { nbytes, own, .. } = demands[output];
+        (own, Reverse(nbytes))
+    });
+    let floats = |&&output: &&usize| demands[output].floating && !demands[output].own;
+    if let Some(&largest) = order.iter().find(floats) {
+        let at = order.iter().position(|&output| output == largest).unwrap_or(0);
+        order[..=at].rotate_right(1);
+    }
+    let mut buffer = Buffer::default();
+    let mut layout = Layout {
+        offsets: vec![0; demands.len()],
+        part_of: vec![0; demands.len()],
+        parts: Vec::new(),
+    };
+    for output in order {
+        let Demand { nbytes, own, .. } = demands[output];
+        let start = buffer.place(nbytes)?;
+        layout.offsets[output] = start;
+        match layout.parts.last_mut() {
+            Some(common) if !own => common.end = buffer.nbytes(),
+            _ => layout.parts.push(start..buffer.nbytes()),
+        }
+        layout.part_of[output] = layout.parts.len() - 1;
+    }
+    Ok(layout)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -358,6 +485,36 @@ mod tests {
         assert_eq!(plan_field(Kind::Batched, &leaves(&[large, large])), Err(PlanError::TooLarge));
         let flat = Kind::Flat { dim: 0 };
         assert_eq!(plan_field(flat, &leaves(&[large, large])), Err(PlanError::TooLarge));
+    }
+
+    #[test]
+    fn a_leaf_alone_is_made_dense() {
+        let strided = leaves(&[(&[2, 3], &[1, 2])]);
+        let output = plan_dense(&strided, true).unwrap();
+        assert_eq!(output.sizes.as_slice(), &[1, 2, 3]);
+        assert!(matches!(output.moves, Moves::Blocks { zero: false, .. }));
+        let scalar = plan_dense(&leaves(&[(&[], &[])]), false).unwrap();
+        assert_eq!((scalar.sizes.len(), scalar.nbytes), (0, 4));
+        let expanded = leaves(&[(&[1 << 40], &[0])]);
+        assert_eq!(plan_dense(&expanded, false), Err(PlanError::Expanded));
+    }
+
+    #[test]
+    fn the_largest_floating_output_comes_first() {
+        let demand = |nbytes, floating, own| Demand { nbytes, floating, own };
+        let demands = [
+            demand(10, true, false),
+            demand(900, false, false),
+            demand(300, true, false),
+            demand(0, true, false),
+            demand(5, true, true),
+            demand(2000, true, true),
+        ];
+        let layout = lay_out(&demands).unwrap();
+        assert_eq!(layout.offsets, [1536, 512, 0, 1792, 3840, 1792]);
+        assert_eq!(layout.part_of, [0, 0, 0, 0, 2, 1]);
+        assert_eq!(layout.parts, [0..1792, 1792..3792, 3840..3845]);
+        assert_eq!(lay_out(&[]).unwrap(), Layout::default());
     }
 
     #[test]

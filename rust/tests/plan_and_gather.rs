@@ -1,7 +1,7 @@
 //! Plan and gather against a model that moves one element at a time.
 
 use mmcollate_core::dtype::{DType, code};
-use mmcollate_core::gather::{SegmentPtr, gather};
+use mmcollate_core::gather::{SegmentPtr, gather, gather_range};
 use mmcollate_core::plan::{Kind, Output, Way, plan_field};
 use mmcollate_core::shape;
 use mmcollate_core::source::{Layouts, SourcePtr};
@@ -102,6 +102,29 @@ fn run(output: &Output, leaves: &[Leaf]) -> Vec<u8> {
     segment[GUARD..GUARD + output.nbytes].to_vec()
 }
 
+/// The same in several ranges, each to memory of its own.
+fn run_in_ranges(output: &Output, leaves: &[Leaf], cuts: &[usize]) -> Vec<u8> {
+    const GUARD: usize = 64;
+    let mut bounds: Vec<_> = cuts.iter().map(|cut| cut % (output.nbytes + 1)).collect();
+    bounds.extend([0, output.nbytes]);
+    bounds.sort_unstable();
+    // SAFETY: the leaves' memory outlives the gathers below.
+    let source = |leaf: &Leaf| unsafe { SourcePtr::new(leaf.memory[leaf.lead..].as_ptr()) };
+    let sources: Vec<_> = leaves.iter().map(source).collect();
+    let mut bytes = Vec::new();
+    for range in bounds.windows(2) {
+        let len = range[1] - range[0];
+        let mut segment = vec![0xAB; len + 2 * GUARD];
+        let target = SegmentPtr::new(segment[GUARD..].as_mut_ptr());
+        // SAFETY: `output` was planned from these leaves; the segment is as long as the range.
+        unsafe { gather_range(output, &sources, target, range[0]..range[1]) };
+        assert!(segment[..GUARD].iter().all(|&byte| byte == 0xAB), "wrote before the segment");
+        assert!(segment[GUARD + len..].iter().all(|&byte| byte == 0xAB), "wrote behind it");
+        bytes.extend_from_slice(&segment[GUARD..GUARD + len]);
+    }
+    bytes
+}
+
 fn dtype() -> impl Strategy<Value = DType> {
     prop_oneof![
         Just(DType::new(code::BOOL, 8)),
@@ -132,6 +155,10 @@ fn batch() -> impl Strategy<Value = (DType, Vec<Leaf>)> {
     )
 }
 
+fn cuts() -> impl Strategy<Value = Vec<usize>> {
+    prop::collection::vec(any::<usize>(), 0..6)
+}
+
 fn layouts(dtype: DType, leaves: &[Leaf]) -> Layouts {
     let item_size = dtype.item_size().unwrap();
     let mut layouts = Layouts::new(dtype, item_size, &leaves[0].sizes, &leaves[0].strides);
@@ -141,7 +168,7 @@ fn layouts(dtype: DType, leaves: &[Leaf]) -> Layouts {
     layouts
 }
 
-fn check(kind: Kind, dtype: DType, leaves: &[Leaf]) -> Result<(), TestCaseError> {
+fn check(kind: Kind, dtype: DType, leaves: &[Leaf], cuts: &[usize]) -> Result<(), TestCaseError> {
     let planned = plan_field(kind, &layouts(dtype, leaves)).expect("nothing here is refused");
     let Way::Gather(output) = planned else {
         prop_assert!(kind == Kind::Batched && planned == Way::List, "{planned:?}");
@@ -151,7 +178,8 @@ fn check(kind: Kind, dtype: DType, leaves: &[Leaf]) -> Result<(), TestCaseError>
     let (sizes, bytes) = model(kind, leaves, dtype.item_size().unwrap());
     prop_assert_eq!(output.sizes.as_slice(), &sizes[..]);
     prop_assert_eq!(output.nbytes, bytes.len());
-    prop_assert_eq!(run(&output, leaves), bytes);
+    prop_assert_eq!(&run(&output, leaves), &bytes);
+    prop_assert_eq!(&run_in_ranges(&output, leaves, cuts), &bytes);
     Ok(())
 }
 
@@ -159,15 +187,15 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..Default::default() })]
 
     #[test]
-    fn a_batched_field_is_what_the_model_says((dtype, leaves) in batch()) {
-        check(Kind::Batched, dtype, &leaves)?;
+    fn a_batched_field_is_what_the_model_says((dtype, leaves) in batch(), cuts in cuts()) {
+        check(Kind::Batched, dtype, &leaves, &cuts)?;
     }
 
     #[test]
-    fn a_flat_field_is_what_the_model_says((dtype, leaves) in batch(), pick in any::<prop::sample::Index>(), negative in any::<bool>()) {
+    fn a_flat_field_is_what_the_model_says((dtype, leaves) in batch(), pick in any::<prop::sample::Index>(), negative in any::<bool>(), cuts in cuts()) {
         let rank = leaves[0].sizes.len();
         prop_assume!(rank > 0);
         let dim = pick.index(rank) as i64 - if negative { rank as i64 } else { 0 };
-        check(Kind::Flat { dim }, dtype, &leaves)?;
+        check(Kind::Flat { dim }, dtype, &leaves, &cuts)?;
     }
 }

@@ -24,7 +24,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use super::exchange::{Door, Leaves, Table};
-use super::reason::{COUNTERS, add};
+use super::reason::{Counters, add};
 use crate::align::SEGMENT_ALIGN;
 use crate::dlpack;
 use crate::dtype::code;
@@ -32,61 +32,52 @@ use crate::error::PlanError;
 use crate::gather::{self, SegmentPtr};
 use crate::plan::{self, Kind, Moves, Output, Placement, Way};
 use crate::shape::{self, Dims};
-use crate::source::SourcePtr;
+use crate::source::{Layouts, SourcePtr};
 
 /// From this many bytes on, a gather lets other Python threads run. Below it, giving the lock up
 /// and waiting for it again (up to a switch interval, 5 ms, when others are busy) costs more than
 /// the copy, which takes some 50 us at this size.
-const DETACH_FROM: usize = 1 << 20;
+pub(super) const DETACH_FROM: usize = 1 << 20;
 
 /// Leaves and the output planned from exactly these; the leaves are alive for `'a`.
 pub(super) struct Gather<'a> {
     output: Output,
+    layouts: Layouts,
     sources: Vec<SourcePtr>,
     placement: Placement,
     _alive: PhantomData<&'a ()>,
 }
 
-/// What a field of tensors becomes, with what it takes to make it.
-pub(super) enum Planned<'a> {
-    /// As [`Way::Alias`].
-    Alias,
-    /// As [`Way::View`].
-    View,
-    /// As [`Way::List`].
-    List,
-    /// As [`Way::Gather`].
-    Gather(Gather<'a>),
-}
-
 impl<'a> Gather<'a> {
-    /// Plans one field.
+    /// Plans one field; a gather takes the leaves.
     pub(super) fn plan(
         kind: Kind,
         leaves: Leaves<'a>,
         placement: Placement,
-    ) -> Result<Planned<'a>, PlanError> {
-        Ok(match plan::plan_field(kind, &leaves.layouts)? {
-            Way::Alias => Planned::Alias,
-            Way::View => Planned::View,
-            Way::List => Planned::List,
-            Way::Gather(output) => Planned::Gather(Self {
-                output,
-                sources: leaves.into_sources(),
-                placement,
-                _alive: PhantomData,
-            }),
-        })
+    ) -> Result<Way<Self>, PlanError> {
+        let way = plan::plan_field(kind, &leaves.layouts)?;
+        let (layouts, sources) = leaves.into_parts();
+        Ok(way.map(|output| Self { output, layouts, sources, placement, _alive: PhantomData }))
     }
 
-    /// Whether bools are moved otherwise than in whole contiguous leaves.
-    pub(super) fn moves_single_bools(&self) -> bool {
-        self.output.dtype.code == code::BOOL && matches!(self.output.moves, Moves::Blocks { .. })
+    /// What was planned, without the addresses.
+    pub(super) fn into_plan(self) -> (Output, Layouts) {
+        (self.output, self.layouts)
+    }
+
+    pub(super) fn output(&self) -> &Output {
+        &self.output
     }
 
     pub(super) fn nbytes(&self) -> usize {
         self.output.nbytes
     }
+}
+
+/// Whether bools are moved otherwise than in whole contiguous leaves: torch writes them as 0 and 1
+/// where it copies them one by one, whatever byte they had.
+pub(super) fn moves_single_bools(output: &Output) -> bool {
+    output.dtype.code == code::BOOL && matches!(output.moves, Moves::Blocks { .. })
 }
 
 /// Where each gather's output goes: which buffer, and the offset in it.
@@ -95,24 +86,29 @@ pub(super) struct Places {
     pub(super) buffers: Vec<usize>,
 }
 
-/// Kept fields share one compact buffer. A field bound for the device gets its own: whoever keeps
-/// its batch, or lets it go, decides about its bytes alone.
+/// A kept field larger than this has a buffer of its own: allocating one costs little against the
+/// copy, and whoever keeps a small tensor of the batch alive does not keep this one's bytes.
+const SHARE_UP_TO: usize = 64 << 10;
+
+/// Kept fields share one compact buffer, but for large ones. A field bound for the device gets its
+/// own: whoever keeps its batch, or lets it go, decides about its bytes alone.
 pub(super) fn place(gathers: &[&Gather<'_>]) -> Result<Places, PlanError> {
-    let mut kept = plan::Buffer::default();
-    let any_kept = gathers.iter().any(|gather| gather.placement == Placement::Cpu);
-    let mut buffers = if any_kept { vec![0] } else { vec![] };
+    let mut shared: Option<(usize, plan::Buffer)> = None;
+    let mut buffers = Vec::with_capacity(gathers.len());
     let mut places = Vec::with_capacity(gathers.len());
     for gather in gathers {
-        places.push(match gather.placement {
-            Placement::Cpu => (0, kept.place(gather.output.nbytes)?),
-            Placement::Device => {
-                buffers.push(gather.output.nbytes);
-                (buffers.len() - 1, 0)
-            }
+        let nbytes = gather.output.nbytes;
+        if gather.placement == Placement::Device || nbytes > SHARE_UP_TO {
+            places.push((buffers.len(), 0));
+            buffers.push(nbytes);
+            continue;
+        }
+        let (at, segments) = shared.get_or_insert_with(|| {
+            buffers.push(0);
+            (buffers.len() - 1, plan::Buffer::default())
         });
-    }
-    if any_kept {
-        buffers[0] = kept.nbytes();
+        places.push((*at, segments.place(nbytes)?));
+        buffers[*at] = segments.nbytes();
     }
     Ok(Places { places, buffers })
 }
@@ -124,9 +120,10 @@ pub(super) fn make<'py>(
     py: Python<'py>,
     door: &Door,
     gathers: &[&Gather<'_>],
+    counters: &'static Counters,
 ) -> PyResult<Option<Vec<Bound<'py, PyAny>>>> {
     match door {
-        Door::Table(table) => make_in_buffers(py, table, gathers),
+        Door::Table(table) => make_in_buffers(py, table, gathers, counters),
         Door::Attributes(attributes) => {
             let mut made = Vec::with_capacity(gathers.len());
             let mut segments = Vec::with_capacity(gathers.len());
@@ -135,7 +132,7 @@ pub(super) fn make<'py>(
                 made.push(tensor);
                 segments.push(SegmentPtr::new(address));
             }
-            fill(py, gathers, segments);
+            fill(py, gathers, segments, counters);
             Ok(Some(made))
         }
     }
@@ -145,6 +142,7 @@ fn make_in_buffers<'py>(
     py: Python<'py>,
     table: &Table,
     gathers: &[&Gather<'_>],
+    counters: &'static Counters,
 ) -> PyResult<Option<Vec<Bound<'py, PyAny>>>> {
     let Ok(Places { places, buffers }) = place(gathers) else {
         return Ok(None);
@@ -153,7 +151,7 @@ fn make_in_buffers<'py>(
         return Ok(None);
     };
     let segments = places.iter().map(|&(buffer, offset)| buffers[buffer].at(offset)).collect();
-    fill(py, gathers, segments);
+    fill(py, gathers, segments, counters);
 
     let shared: Vec<_> = buffers.into_iter().map(|buffer| Arc::new(buffer.allocation)).collect();
     let tensors = gathers.iter().zip(places).map(|(gather, (buffer, offset))| {
@@ -163,9 +161,14 @@ fn make_in_buffers<'py>(
 }
 
 /// Runs all gathers; `segments` has one address for each, in order, at which nobody else looks.
-fn fill(py: Python<'_>, gathers: &[&Gather<'_>], segments: Vec<SegmentPtr>) {
+fn fill(
+    py: Python<'_>,
+    gathers: &[&Gather<'_>],
+    segments: Vec<SegmentPtr>,
+    counters: &'static Counters,
+) {
     let total: usize = gathers.iter().map(|gather| gather.nbytes()).fold(0, usize::saturating_add);
-    add(&COUNTERS.bytes_gathered, total as u64);
+    add(&counters.bytes_gathered, total as u64);
     let run = || {
         for (gather, segment) in gathers.iter().zip(segments) {
             // SAFETY: (1) a `Gather` is planned from exactly its sources; (2) its leaves are
@@ -180,8 +183,8 @@ fn fill(py: Python<'_>, gathers: &[&Gather<'_>], segments: Vec<SegmentPtr>) {
         py.detach(|| {
             static RUNNING: AtomicUsize = AtomicUsize::new(0);
             let running = RUNNING.fetch_add(1, Ordering::Relaxed) + 1;
-            COUNTERS.detached_peak.fetch_max(running, Ordering::Relaxed);
-            add(&COUNTERS.detached_gathers, 1);
+            counters.detached_peak.fetch_max(running, Ordering::Relaxed);
+            add(&counters.detached_gathers, 1);
             run();
             RUNNING.fetch_sub(1, Ordering::Relaxed);
         });

@@ -4,13 +4,14 @@ use pyo3::exceptions::{PyException, PyOverflowError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyList, PyString};
 
-use super::buffer::{self, Gather, Planned};
-use super::exchange::{Door, Leaves};
+use super::buffer::{self, Gather};
+use super::device::{DevicePlan, Load, Loads};
+use super::exchange::{Borrowed, Door, Leaves};
 use super::guard::{self, Torch};
 use super::items::{FieldTypes, Form, Next, Table, Walker};
-use super::reason::{COUNTERS, Reason, add};
-use super::values::{Through, is_list, is_scalar};
-use crate::plan::{Kind, Placement};
+use super::reason::{COUNTERS, Counters, Reason, UNHEARD, add};
+use super::values::{Through, To, is_list, is_scalar};
+use crate::plan::{self, Kind, Placement, Way};
 
 /// Where the caller wants the batch.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -23,45 +24,63 @@ enum Target {
     Device,
 }
 
-/// What becomes of one field.
-enum Decision<'a> {
-    /// The first value itself.
-    Alias,
-    /// The only tensor with a new first dimension.
-    View,
-    /// A new list of the values.
-    List,
-    /// A new list of what the values, themselves lists, hold.
-    Flatten,
-    /// A fresh tensor.
-    Gather(Gather<'a>),
-    /// Whatever the reference makes of it.
-    Reference(Reason),
+/// What the core makes of one field.
+enum Made<'a> {
+    /// A batch where the values are.
+    Here(Way<Gather<'a>>),
+    /// Tensors on a device.
+    There(Loads),
+}
+
+/// What becomes of one field: the core's way, or why the reference takes it.
+type Decision<'a> = Result<Made<'a>, Reason>;
+
+/// A field as it is decided about.
+#[derive(Clone, Copy)]
+struct Field<'a> {
+    k: usize,
+    kind: Kind,
+    placement: Placement,
+    through: Through<'a>,
 }
 
 /// A field's decision, with what carrying it out needs.
 struct Decided<'a> {
+    /// Whether lists are joined into one.
+    flat: bool,
     keep_on_cpu: bool,
     through: Through<'a>,
     decision: Decision<'a>,
 }
 
-impl<'a> Decision<'a> {
+impl<'a> Decided<'a> {
     fn gather(&self) -> Option<&Gather<'a>> {
-        match self {
-            Self::Gather(gather) => Some(gather),
+        match &self.decision {
+            Ok(Made::Here(Way::Gather(gather))) => Some(gather),
             _ => None,
+        }
+    }
+
+    /// Bytes that are written for this field.
+    fn nbytes(&self) -> usize {
+        match &self.decision {
+            Ok(Made::Here(Way::Gather(gather))) => gather.output().nbytes,
+            Ok(Made::There(Loads { loads, .. })) => {
+                loads.iter().map(|load| load.output.nbytes).fold(0, usize::saturating_add)
+            }
+            _ => 0,
         }
     }
 
     /// The way, and why if it is the reference's.
     fn named(&self) -> (&'static str, &'static str) {
-        match self {
-            Self::Alias => ("alias", ""),
-            Self::View => ("view", ""),
-            Self::List | Self::Flatten => ("list", ""),
-            Self::Gather(_) => ("gather", ""),
-            Self::Reference(reason) => ("reference", reason.name()),
+        match &self.decision {
+            Ok(Made::Here(Way::Alias)) => ("alias", ""),
+            Ok(Made::Here(Way::View)) => ("view", ""),
+            Ok(Made::Here(Way::List)) => ("list", ""),
+            Ok(Made::Here(Way::Gather(_))) => ("gather", ""),
+            Ok(Made::There(_)) => ("stage", ""),
+            Err(reason) => ("reference", reason.name()),
         }
     }
 }
@@ -76,15 +95,17 @@ pub(super) struct Collator {
     /// `reduce(key, field, values or elements, device, pin_memory, reason, context)`: the
     /// reference for one field.
     reduce: Py<PyAny>,
-    /// `can_batch(left, right)`: the reference's comparison of two items.
+    /// `can_batch(left, right, fields, context, index of right)`: the reference's comparison of
+    /// two items.
     can_batch: Py<PyAny>,
+    counters: &'static Counters,
 }
 
 #[pymethods]
 impl Collator {
     /// Of items whose attribute `data` is a dict of elements with `data` and `field`.
     #[staticmethod]
-    #[pyo3(signature = (*, item, element, batched, flat, shared, reduce, can_batch, only_device_contexts, skip_table=false))]
+    #[pyo3(signature = (*, item, element, batched, flat, shared, reduce, can_batch, only_device_contexts, skip_table=false, counted=true))]
     #[allow(clippy::too_many_arguments)]
     fn of_elements(
         py: Python<'_>,
@@ -97,15 +118,16 @@ impl Collator {
         can_batch: Py<PyAny>,
         only_device_contexts: Py<PyAny>,
         skip_table: bool,
+        counted: bool,
     ) -> PyResult<Self> {
         let types = FieldTypes { batched, flat, shared };
         let form = Form::Elements { item, element };
-        Self::new(py, form, types, reduce, can_batch, only_device_contexts, skip_table)
+        Self::new(py, form, types, reduce, can_batch, only_device_contexts, skip_table, counted)
     }
 
     /// Of mappings from name to value.
     #[staticmethod]
-    #[pyo3(signature = (*, normalize, report, batched, flat, shared, reduce, can_batch, only_device_contexts, skip_table=false))]
+    #[pyo3(signature = (*, normalize, report, batched, flat, shared, reduce, can_batch, only_device_contexts, skip_table=false, counted=true))]
     #[allow(clippy::too_many_arguments)]
     fn of_mappings(
         py: Python<'_>,
@@ -118,17 +140,20 @@ impl Collator {
         can_batch: Py<PyAny>,
         only_device_contexts: Py<PyAny>,
         skip_table: bool,
+        counted: bool,
     ) -> PyResult<Self> {
         let types = FieldTypes { batched, flat, shared };
         let form = Form::Plain { normalize, report };
-        Self::new(py, form, types, reduce, can_batch, only_device_contexts, skip_table)
+        Self::new(py, form, types, reduce, can_batch, only_device_contexts, skip_table, counted)
     }
 
     /// Collates the group that starts at `start`; it ends before `stop` at the latest. Returns the
-    /// index after its last item, and its batch: `None` if only the reference can make it.
-    #[allow(clippy::too_many_arguments)]
+    /// index after its last item, and its batch: `None` if only the reference can make it. With
+    /// `staging`, fields that are bound for the device are `None` in the batch where the plan that
+    /// comes third has them.
+    #[allow(clippy::too_many_arguments, clippy::type_complexity)]
     fn next_group<'py>(
-        &self,
+        slf: &Bound<'py, Self>,
         py: Python<'py>,
         items: &Bound<'py, PyAny>,
         start: usize,
@@ -137,27 +162,33 @@ impl Collator {
         device: &Bound<'py, PyAny>,
         pin_memory: &Bound<'py, PyAny>,
         context: &Bound<'py, PyAny>,
-    ) -> PyResult<(usize, Option<Bound<'py, PyDict>>)> {
-        let call = Call::new(self, py, device, pin_memory, context)?;
-        let (end, table) = self.walk_group(&call, items, start, stop, fields)?;
-        let batch = table.map(|table| self.collate(&call, &table)).transpose()?;
-        if batch.is_none() {
-            COUNTERS.count_reference(Reason::ItemClass);
-        }
-        Ok((end, batch))
+        staging: bool,
+    ) -> PyResult<(usize, Option<Bound<'py, PyDict>>, Option<DevicePlan>)> {
+        let this = slf.get();
+        let call = Call::new(this, py, device, pin_memory, context, staging)?;
+        let (end, table) = this.walk_group(&call, items, start, stop, fields)?;
+        let Some(table) = table else {
+            this.counters.count_reference(Reason::ItemClass);
+            return Ok((end, None, None));
+        };
+        let (batch, plan) = Self::collate(slf, &call, &table)?;
+        Ok((end, Some(batch), plan))
     }
 
-    /// Collates all items into one batch, as they are; `None` if only the reference can.
+    /// Collates all items into one batch, as they are: as `next_group`, without the end.
+    #[allow(clippy::type_complexity)]
     fn batch<'py>(
-        &self,
+        slf: &Bound<'py, Self>,
         py: Python<'py>,
         items: &Bound<'py, PyAny>,
         device: &Bound<'py, PyAny>,
         pin_memory: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<Bound<'py, PyDict>>> {
+        staging: bool,
+    ) -> PyResult<(Option<Bound<'py, PyDict>>, Option<DevicePlan>)> {
+        let this = slf.get();
         let context = py.None().into_bound(py);
-        let call = Call::new(self, py, device, pin_memory, &context)?;
-        let walker = self.walker(None, &context);
+        let call = Call::new(this, py, device, pin_memory, &context, staging)?;
+        let walker = this.walker(None, &context);
         let mut table: Option<Table<'py>> = None;
         for (at, item) in items.try_iter()?.enumerate() {
             let item = item?;
@@ -169,22 +200,23 @@ impl Collator {
                 },
             }
             if table.is_none() {
-                COUNTERS.count_reference(Reason::ItemClass);
-                return Ok(None);
+                this.counters.count_reference(Reason::ItemClass);
+                return Ok((None, None));
             }
         }
-        match table {
-            Some(table) => self.collate(&call, &table).map(Some),
-            None => Ok(Some(PyDict::new(py))),
-        }
+        let Some(table) = table else {
+            return Ok((Some(PyDict::new(py)), None));
+        };
+        let (batch, plan) = Self::collate(slf, &call, &table)?;
+        Ok((Some(batch), plan))
     }
 
-    /// What `next_group` would do, without doing it: the end of the group, and for each field
-    /// `(name, placement, way, bytes, buffer, offset, reason)`; `None` where the reference would
-    /// take the whole group.
+    /// What `next_group` would do, without doing it: the end of the group; for each field
+    /// `(name, placement, way, bytes, buffer, offset, reason)`, `None` where the reference would
+    /// take the whole group; and the plan of what is bound for the device.
     #[allow(clippy::type_complexity, clippy::too_many_arguments)]
     fn explain_group<'py>(
-        &self,
+        slf: &Bound<'py, Self>,
         py: Python<'py>,
         items: &Bound<'py, PyAny>,
         start: usize,
@@ -193,28 +225,39 @@ impl Collator {
         device: &Bound<'py, PyAny>,
         pin_memory: &Bound<'py, PyAny>,
         context: &Bound<'py, PyAny>,
-    ) -> PyResult<(usize, Option<Bound<'py, PyList>>)> {
-        let call = Call::new(self, py, device, pin_memory, context)?;
-        let (end, table) = self.walk_group(&call, items, start, stop, fields)?;
+        staging: bool,
+    ) -> PyResult<(usize, Option<Bound<'py, PyList>>, Option<DevicePlan>)> {
+        let this = slf.get();
+        let call = Call::new(this, py, device, pin_memory, context, staging)?;
+        let (end, table) = this.walk_group(&call, items, start, stop, fields)?;
         let Some(table) = table else {
-            return Ok((end, None));
+            return Ok((end, None, None));
         };
-        let decided = self.decide_all(&call, &table)?;
-        let gathers: Vec<_> = decided.iter().filter_map(|field| field.decision.gather()).collect();
-        let places = buffer::place(&gathers)
-            .map_err(|error| PyOverflowError::new_err(error.to_string()))?
-            .places;
+        let decided = this.decide_all(&call, &table)?;
+        let gathers: Vec<_> = decided.iter().filter_map(Decided::gather).collect();
+        // Without the table each tensor is an allocation of torch's.
+        let places = if this.door.has_table() {
+            let places = buffer::place(&gathers);
+            places.map_err(|error| PyOverflowError::new_err(error.to_string()))?.places
+        } else {
+            Vec::new()
+        };
         let mut places = places.into_iter();
         let report = PyList::empty(py);
-        for (key, Decided { keep_on_cpu, decision, .. }) in table.keys.iter().zip(&decided) {
-            let placement = if *keep_on_cpu { "cpu" } else { "device" };
-            let nbytes = decision.gather().map_or(0, Gather::nbytes);
-            let place = decision.gather().and_then(|_| places.next());
+        for (key, field) in table.keys.iter().zip(&decided) {
+            let placement = if field.keep_on_cpu { "cpu" } else { "device" };
+            let place = field.gather().and_then(|_| places.next());
             let (buffer, offset) = place.unzip();
-            let (way, reason) = decision.named();
-            report.append((key, placement, way, nbytes, buffer, offset, reason))?;
+            let (way, reason) = field.named();
+            report.append((key, placement, way, field.nbytes(), buffer, offset, reason))?;
         }
-        Ok((end, Some(report)))
+        let mut plan: Option<DevicePlan> = None;
+        for (k, field) in decided.into_iter().enumerate() {
+            if let Ok(Made::There(loads)) = field.decision {
+                plan.get_or_insert_with(|| Self::device_plan(slf, &call)).push(&table, k, loads)?;
+            }
+        }
+        Ok((end, Some(report), plan))
     }
 
     /// Whether tensors are read through torch's exchange table.
@@ -232,8 +275,9 @@ struct Call<'a, 'py> {
     context: &'a Bound<'py, PyAny>,
     target: Target,
     pinned: bool,
-    /// Set if every field goes to the reference: a torch mode wants to see the operations, or
-    /// `pin_memory` is no bool, which torch refuses where it gets to see it.
+    /// Whether fields that are bound for the device are planned, and not left to the reference.
+    staging: bool,
+    /// Set if every field goes to the reference.
     all_reference: Option<Reason>,
 }
 
@@ -244,6 +288,7 @@ impl<'a, 'py> Call<'a, 'py> {
         device: &'a Bound<'py, PyAny>,
         pin_memory: &'a Bound<'py, PyAny>,
         context: &'a Bound<'py, PyAny>,
+        staging: bool,
     ) -> PyResult<Self> {
         // The reference knows the host by these two spellings alone: "cpu:0" is a device to it.
         let target = if device.is_none() {
@@ -262,14 +307,15 @@ impl<'a, 'py> Call<'a, 'py> {
         } else if pin_memory.is_exact_instance_of::<PyBool>() {
             None
         } else {
-            Some(Reason::Pinned)
+            Some(Reason::PinType)
         };
         let pinned = all_reference.is_none() && pin_memory.is_truthy()?;
-        Ok(Self { py, device, pin_memory, context, target, pinned, all_reference })
+        Ok(Self { py, device, pin_memory, context, target, pinned, staging, all_reference })
     }
 }
 
 impl Collator {
+    #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         form: Form,
@@ -278,6 +324,7 @@ impl Collator {
         can_batch: Py<PyAny>,
         only_device_contexts: Py<PyAny>,
         skip_table: bool,
+        counted: bool,
     ) -> PyResult<Self> {
         let torch = py.import("torch")?;
         Ok(Self {
@@ -287,6 +334,7 @@ impl Collator {
             door: Door::open(&torch, skip_table)?,
             reduce,
             can_batch,
+            counters: if counted { &COUNTERS } else { &UNHEARD },
         })
     }
 
@@ -329,7 +377,7 @@ impl Collator {
                 Next::Differs => break,
                 Next::Unsure => {
                     let can_batch = self.can_batch.bind(call.py);
-                    if !can_batch.call1((&left, &right, fields, call.context))?.is_truthy()? {
+                    if !can_batch.call1((&left, &right, fields, call.context, end))?.is_truthy()? {
                         break;
                     }
                     if let Some(rows) = &mut table
@@ -358,120 +406,119 @@ impl Collator {
         let declared = declared.collect::<PyResult<Vec<_>>>()?;
         for (k, declared) in declared.into_iter().enumerate() {
             // What is kept goes to the host whatever device is asked for.
-            let to_cpu = match call.target {
-                Target::AsIs => false,
-                Target::Cpu => true,
-                Target::Device => declared.keep_on_cpu,
+            let to = match call.target {
+                Target::AsIs => To::Nowhere,
+                Target::Cpu => To::Cpu,
+                Target::Device if declared.keep_on_cpu => To::Cpu,
+                Target::Device => To::Device,
             };
-            let through = Through { torch: &self.torch, to_cpu };
+            let through = Through { torch: &self.torch, to };
             let decision = match (call.all_reference, declared.kind) {
-                (Some(reason), _) => Decision::Reference(reason),
-                (None, None) => Decision::Reference(Reason::FieldClass),
-                _ if table.mixed[k] => Decision::Reference(Reason::MixedKinds),
-                _ if call.target == Target::Device && !to_cpu => {
-                    Decision::Reference(Reason::DeviceTarget)
-                }
-                (None, Some(kind)) => {
+                (Some(reason), _) | (None, Err(reason)) => Err(reason),
+                _ if table.mixed[k] => Err(Reason::MixedKinds),
+                _ if to == To::Device && !call.staging => Err(Reason::DeviceTarget),
+                (None, Ok(kind)) => {
                     let placement =
                         if declared.keep_on_cpu { Placement::Cpu } else { Placement::Device };
-                    self.decide(call, table, k, kind, placement, through, &mut grad_enabled)?
+                    let field = Field { k, kind, placement, through };
+                    if to == To::Device {
+                        self.decide_there(call, table, field, &mut grad_enabled)?
+                    } else {
+                        self.decide_here(call, table, field, &mut grad_enabled)?.map(Made::Here)
+                    }
                 }
             };
-            decided.push(Decided { keep_on_cpu: declared.keep_on_cpu, through, decision });
+            let flat = matches!(declared.kind, Ok(Kind::Flat { .. }));
+            decided.push(Decided { flat, keep_on_cpu: declared.keep_on_cpu, through, decision });
         }
         Ok(decided)
     }
 
-    #[allow(clippy::too_many_arguments)]
-    fn decide<'a>(
+    fn decide_here<'a>(
         &self,
         call: &Call<'_, '_>,
         table: &'a Table<'_>,
-        k: usize,
-        kind: Kind,
-        placement: Placement,
-        through: Through<'_>,
+        field: Field<'_>,
         grad_enabled: &mut Option<bool>,
-    ) -> PyResult<Decision<'a>> {
+    ) -> PyResult<Result<Way<Gather<'a>>, Reason>> {
+        let Field { k, kind, placement, through } = field;
         let first = table.first(k);
-        let one_tensor = table.rows() == 1 && self.torch.is_tensor(first);
-        if kind == Kind::Shared || one_tensor {
+        let is_tensor = self.torch.is_tensor(first);
+        if let Some(way) = plan::plan_unread(kind, table.rows())
+            && (is_tensor || kind == Kind::Shared)
+        {
             // Where nothing moves, any value passes.
-            return Ok(if through.to_cpu && !through.passes_nested(first)? {
-                Decision::Reference(Reason::NotOnCpu)
-            } else if kind == Kind::Batched {
-                Decision::View
+            return Ok(if through.to == To::Nowhere || through.passes_nested(first)? {
+                Ok(way)
             } else {
-                Decision::Alias
+                Err(through.why_not(first))
             });
         }
-        if !self.torch.is_tensor(first) {
-            return self.decide_values(table, k, kind, through);
+        if !is_tensor {
+            return self.decide_values(table, field);
         }
         if call.pinned && call.target == Target::AsIs && placement == Placement::Device {
-            return Ok(Decision::Reference(Reason::Pinned));
+            return Ok(Err(Reason::Pinned));
         }
-        let grad_enabled = match *grad_enabled {
-            Some(known) => known,
-            None => *grad_enabled.insert(self.torch.is_grad_enabled(call.py)?),
-        };
-        self.decide_tensors(table, k, kind, placement, through, grad_enabled)
+        let grad_enabled = self.grad_enabled(call, grad_enabled)?;
+        self.decide_tensors(table, field, grad_enabled)
+    }
+
+    fn grad_enabled(&self, call: &Call<'_, '_>, known: &mut Option<bool>) -> PyResult<bool> {
+        match *known {
+            Some(known) => Ok(known),
+            None => Ok(*known.insert(self.torch.is_grad_enabled(call.py)?)),
+        }
     }
 
     /// A field whose first value is a tensor, of several items.
     fn decide_tensors<'a>(
         &self,
         table: &'a Table<'_>,
-        k: usize,
-        kind: Kind,
-        placement: Placement,
-        through: Through<'_>,
+        field: Field<'_>,
         grad_enabled: bool,
-    ) -> PyResult<Decision<'a>> {
+    ) -> PyResult<Result<Way<Gather<'a>>, Reason>> {
+        let Field { k, kind, placement, through } = field;
         let mut leaves: Option<Leaves<'a>> = None;
         for leaf in table.column(k) {
-            if !self.torch.is_tensor(leaf) {
+            let Some(tensor) = self.torch.tensor(leaf) else {
                 // Only a list of tensors alone is stacked or concatenated.
                 return if kind == Kind::Batched && (is_scalar(leaf) || is_list(leaf)) {
-                    self.decide_values(table, k, kind, through)
+                    self.decide_values(table, field)
                 } else {
-                    Ok(Decision::Reference(Reason::MixedLeaves))
+                    Ok(Err(Reason::MixedLeaves))
                 };
-            }
+            };
             if kind == Kind::Batched
                 && leaves.as_ref().is_some_and(|leaves| !leaves.layouts.uniform())
             {
                 // A ragged list is what it is, whatever else its leaves are.
                 if !through.passes(leaf)? {
-                    return Ok(Decision::Reference(Reason::NotOnCpu));
+                    return Ok(Err(Reason::NotOnCpu));
                 }
                 continue;
             }
-            let borrowed = match guard::readable(&self.door, &self.torch, leaf, grad_enabled)? {
+            let borrowed = match guard::readable(&self.door, &self.torch, tensor, grad_enabled)? {
                 Ok(borrowed) => borrowed,
-                Err(reason) => return Ok(Decision::Reference(reason)),
+                Err(reason) => return Ok(Err(reason)),
             };
             match &mut leaves {
                 Some(leaves) if borrowed.dtype() != leaves.layouts.dtype() => {
-                    return Ok(Decision::Reference(Reason::MixedDtypes));
+                    return Ok(Err(Reason::MixedDtypes));
                 }
                 Some(leaves) => leaves.push(&borrowed),
                 None => leaves = Leaves::start(&borrowed, table.rows()),
             }
         }
         let Some(leaves) = leaves else {
-            return Ok(Decision::Reference(Reason::Dtype));
+            return Ok(Err(Reason::Dtype));
         };
         Ok(match Gather::plan(kind, leaves, placement) {
-            Ok(Planned::Alias) => Decision::Alias,
-            Ok(Planned::View) => Decision::View,
-            Ok(Planned::List) => Decision::List,
-            // torch writes bools as 0 and 1 where it copies them one by one, whatever byte they had.
-            Ok(Planned::Gather(gather)) if gather.moves_single_bools() => {
-                Decision::Reference(Reason::Dtype)
+            Ok(Way::Gather(gather)) if buffer::moves_single_bools(gather.output()) => {
+                Err(Reason::Dtype)
             }
-            Ok(Planned::Gather(gather)) => Decision::Gather(gather),
-            Err(error) => Decision::Reference(error.into()),
+            Ok(way) => Ok(way),
+            Err(error) => Err(error.into()),
         })
     }
 
@@ -479,94 +526,168 @@ impl Collator {
     fn decide_values<'a>(
         &self,
         table: &Table<'_>,
-        k: usize,
-        kind: Kind,
-        through: Through<'_>,
-    ) -> PyResult<Decision<'a>> {
+        field: Field<'_>,
+    ) -> PyResult<Result<Way<Gather<'a>>, Reason>> {
+        let Field { k, kind, through, .. } = field;
         for value in table.column(k) {
             let joined = matches!(kind, Kind::Flat { .. });
             if joined && !is_list(value) {
-                return Ok(Decision::Reference(Reason::NotATensor));
+                return Ok(Err(Reason::NotATensor));
             }
             if !through.passes_nested(value)? {
-                let reason = if is_list(value) { Reason::Nested } else { Reason::NotATensor };
-                return Ok(Decision::Reference(reason));
+                return Ok(Err(through.why_not(value)));
             }
         }
-        Ok(match kind {
-            Kind::Flat { dim: 0 } => Decision::Flatten,
-            Kind::Flat { .. } => Decision::Reference(Reason::Dim),
-            _ => Decision::List,
+        Ok(plan::plan_values(kind).ok_or(Reason::Dim))
+    }
+
+    /// A field that is bound for a device.
+    fn decide_there<'a>(
+        &self,
+        call: &Call<'_, '_>,
+        table: &'a Table<'_>,
+        field: Field<'_>,
+        grad_enabled: &mut Option<bool>,
+    ) -> PyResult<Result<Made<'a>, Reason>> {
+        let Field { k, kind, .. } = field;
+        let first = table.first(k);
+        if !self.torch.is_tensor(first) {
+            return Ok(self.decide_here(call, table, field, grad_enabled)?.map(Made::Here));
+        }
+        let grad_enabled = self.grad_enabled(call, grad_enabled)?;
+        if let Some(way) = plan::plan_unread::<()>(kind, table.rows()) {
+            let load = self.load(first, matches!(way, Way::View), grad_enabled)?;
+            return Ok(load.map(|load| Made::There(Loads { list: false, loads: vec![load] })));
+        }
+        // Read where they are: whether they pass is not the question.
+        let through = Through { torch: &self.torch, to: To::Nowhere };
+        let way = self.decide_tensors(table, Field { through, ..field }, grad_enabled)?;
+        let list = match way {
+            Err(reason) => return Ok(Err(reason)),
+            Ok(Way::Gather(gather)) => {
+                let (output, layouts) = gather.into_plan();
+                let leaves = table.column(k).map(|leaf| leaf.clone().unbind()).collect();
+                let load = Load { output, layouts, leaves };
+                return Ok(Ok(Made::There(Loads { list: false, loads: vec![load] })));
+            }
+            Ok(_) => true,
+        };
+        let mut loads = Vec::with_capacity(table.rows());
+        for leaf in table.column(k) {
+            if !self.torch.is_tensor(leaf) {
+                return Ok(Err(Reason::MixedLeaves));
+            }
+            match self.load(leaf, false, grad_enabled)? {
+                Ok(load) => loads.push(load),
+                Err(reason) => return Ok(Err(reason)),
+            }
+        }
+        Ok(Ok(Made::There(Loads { list, loads })))
+    }
+
+    /// One leaf that goes to a device by itself.
+    fn load(
+        &self,
+        leaf: &Bound<'_, PyAny>,
+        leading: bool,
+        grad_enabled: bool,
+    ) -> PyResult<Result<Load, Reason>> {
+        let Some(tensor) = self.torch.tensor(leaf) else {
+            return Ok(Err(Reason::NotATensor));
+        };
+        let borrowed = match guard::readable(&self.door, &self.torch, tensor, grad_enabled)? {
+            Ok(borrowed) => borrowed,
+            Err(reason) => return Ok(Err(reason)),
+        };
+        let Some(layouts) = borrowed.layouts() else {
+            return Ok(Err(Reason::Dtype));
+        };
+        Ok(match plan::plan_dense(&layouts, leading) {
+            Ok(output) if buffer::moves_single_bools(&output) => Err(Reason::Dtype),
+            Ok(output) => Ok(Load { output, layouts, leaves: vec![leaf.clone().unbind()] }),
+            Err(error) => Err(error.into()),
         })
     }
 
+    /// Borrows an object, if it is a plain tensor with plain data.
+    pub(super) fn borrow<'a>(&self, object: &'a Bound<'_, PyAny>) -> Option<Borrowed<'a>> {
+        self.door.borrow(self.torch.tensor(object)?)
+    }
+
     fn collate<'py>(
-        &self,
+        slf: &Bound<'py, Self>,
         call: &Call<'_, 'py>,
         table: &Table<'py>,
-    ) -> PyResult<Bound<'py, PyDict>> {
+    ) -> PyResult<(Bound<'py, PyDict>, Option<DevicePlan>)> {
         let py = call.py;
-        let decided = self.decide_all(call, table)?;
-        let gathers: Vec<_> = decided.iter().filter_map(|field| field.decision.gather()).collect();
+        let this = slf.get();
+        let decided = this.decide_all(call, table)?;
+        let gathers: Vec<_> = decided.iter().filter_map(Decided::gather).collect();
         let made = match gathers.is_empty() {
             true => None,
-            false => buffer::make(py, &self.door, &gathers)?,
+            false => buffer::make(py, &this.door, &gathers, this.counters)?,
         };
+        drop(gathers);
         let mut made = made.into_iter().flatten();
 
         let batch = PyDict::new(py);
-        for (k, Decided { through, decision, .. }) in decided.iter().enumerate() {
-            let output = match decision {
-                Decision::Alias => {
-                    add(&COUNTERS.alias, 1);
-                    through.pass(table.first(k))?
+        let mut plan: Option<DevicePlan> = None;
+        for (k, field) in decided.into_iter().enumerate() {
+            let output = match field.decision {
+                Ok(Made::Here(Way::Alias)) => {
+                    add(&this.counters.alias, 1);
+                    field.through.pass(table.first(k))?
                 }
-                Decision::View => {
+                Ok(Made::Here(Way::View)) => {
                     // `leaf[None]` is `leaf.unsqueeze(0)` without the look-up of a method.
                     match table.first(k).get_item(py.None()) {
                         Ok(view) => {
-                            add(&COUNTERS.view, 1);
+                            add(&this.counters.view, 1);
                             view
                         }
                         // The reference's attempt raises its own error.
                         Err(error) if error.is_instance_of::<PyException>(py) => {
-                            self.reduce(call, table, k, Reason::NoPlainData)?
+                            this.reduce(call, table, k, Reason::NoPlainData)?
                         }
                         Err(error) => return Err(error),
                     }
                 }
-                Decision::List => {
-                    add(&COUNTERS.list, 1);
-                    let list = PyList::empty(py);
-                    for value in table.column(k) {
-                        list.append(through.pass(value)?)?;
-                    }
-                    list.into_any()
+                Ok(Made::Here(Way::List)) => {
+                    add(&this.counters.list, 1);
+                    list_of(table.column(k), field.flat, field.through, py)?.into_any()
                 }
-                Decision::Flatten => {
-                    add(&COUNTERS.list, 1);
-                    let flat = PyList::empty(py);
-                    for value in table.column(k) {
-                        for inner in value.try_iter()? {
-                            flat.append(through.pass(&inner?)?)?;
-                        }
-                    }
-                    flat.into_any()
-                }
-                Decision::Gather(_) => match made.next() {
+                Ok(Made::Here(Way::Gather(_))) => match made.next() {
                     Some(tensor) => {
-                        add(&COUNTERS.gather, 1);
+                        add(&this.counters.gather, 1);
                         tensor
                     }
-                    None => self.reduce(call, table, k, Reason::NoMemory)?,
+                    None => this.reduce(call, table, k, Reason::NoMemory)?,
                 },
-                Decision::Reference(reason) => self.reduce(call, table, k, *reason)?,
+                Ok(Made::There(loads)) => {
+                    let plan = plan.get_or_insert_with(|| Self::device_plan(slf, call));
+                    plan.push(table, k, loads)?;
+                    py.None().into_bound(py)
+                }
+                Err(reason) => this.reduce(call, table, k, reason)?,
             };
             batch.set_item(&table.keys[k], output)?;
         }
-        add(&COUNTERS.batches, 1);
-        add(&COUNTERS.items, table.rows() as u64);
-        Ok(batch)
+        add(&this.counters.batches, 1);
+        add(&this.counters.items, table.rows() as u64);
+        Ok((batch, plan))
+    }
+
+    /// A plan without fields.
+    fn device_plan(slf: &Bound<'_, Self>, call: &Call<'_, '_>) -> DevicePlan {
+        DevicePlan {
+            collator: slf.clone().unbind(),
+            device: call.device.clone().unbind(),
+            pin_memory: call.pin_memory.clone().unbind(),
+            context: call.context.clone().unbind(),
+            fields: Vec::new(),
+            loads: Vec::new(),
+            layout: None,
+        }
     }
 
     /// Hands one field to the reference.
@@ -577,21 +698,50 @@ impl Collator {
         k: usize,
         reason: Reason,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let py = call.py;
-        COUNTERS.count_reference(reason);
-        let key = &table.keys[k];
-        let column = PyList::empty(py);
-        for given in table.for_reference(k) {
-            column.append(given)?;
-        }
-        self.reduce.bind(py).call1((
-            key,
-            &table.fields[k],
-            column,
-            call.device,
-            call.pin_memory,
-            reason.name(),
-            call.context,
-        ))
+        let Call { py, device, pin_memory, context, .. } = *call;
+        let column = table.column_for_reference(k, py)?;
+        let (key, field) = (&table.keys[k], &table.fields[k]);
+        self.call_reference(py, key, field, &column, device, pin_memory, reason, context)
     }
+
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn call_reference<'py>(
+        &self,
+        py: Python<'py>,
+        key: &Bound<'py, PyAny>,
+        field: &Bound<'py, PyAny>,
+        column: &Bound<'py, PyList>,
+        device: &Bound<'py, PyAny>,
+        pin_memory: &Bound<'py, PyAny>,
+        reason: Reason,
+        context: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.counters.count_reference(reason);
+        let arguments = (key, field, column, device, pin_memory, reason.name(), context);
+        self.reduce.bind(py).call1(arguments)
+    }
+
+    pub(super) fn counters(&self) -> &'static Counters {
+        self.counters
+    }
+}
+
+/// The values in a new list, or what they hold if lists are joined.
+fn list_of<'b, 'py: 'b>(
+    values: impl Iterator<Item = &'b Bound<'py, PyAny>>,
+    joined: bool,
+    through: Through<'_>,
+    py: Python<'py>,
+) -> PyResult<Bound<'py, PyList>> {
+    let list = PyList::empty(py);
+    for value in values {
+        if joined {
+            for inner in value.try_iter()? {
+                list.append(through.pass(&inner?)?)?;
+            }
+        } else {
+            list.append(through.pass(value)?)?;
+        }
+    }
+    Ok(list)
 }

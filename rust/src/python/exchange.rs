@@ -12,6 +12,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict, PyTuple};
 
+use super::guard::Tensor;
 use crate::dlpack;
 use crate::dtype::{DType, code};
 use crate::plan::Output;
@@ -115,7 +116,13 @@ impl<'a> Borrowed<'a> {
         Some(unsafe { left.same_bytes(right, nbytes) })
     }
 
-    fn source(&self) -> SourcePtr {
+    /// The leaf alone, if the core takes its dtype.
+    pub(super) fn layouts(&self) -> Option<Layouts> {
+        let item_size = self.dtype.item_size()?;
+        Some(Layouts::new(self.dtype, item_size, self.sizes(), self.strides()))
+    }
+
+    pub(super) fn source(&self) -> SourcePtr {
         // SAFETY: every holder of the pointer carries `'a`, for which the leaf is alive (`Leaves`,
         // and what is planned from it). Its bytes are where they are until the gather has run:
         // between the two no Python code runs that could resize it, and for other threads see the
@@ -134,10 +141,9 @@ pub(super) struct Leaves<'a> {
 impl<'a> Leaves<'a> {
     /// Starts with the first leaf; `None` if the core doesn't take its dtype.
     pub(super) fn start(first: &Borrowed<'a>, capacity: usize) -> Option<Self> {
-        let item_size = first.dtype.item_size()?;
+        let layouts = first.layouts()?;
         let mut sources = Vec::with_capacity(capacity);
         sources.push(first.source());
-        let layouts = Layouts::new(first.dtype, item_size, first.sizes(), first.strides());
         Some(Self { layouts, sources, _alive: PhantomData })
     }
 
@@ -148,9 +154,9 @@ impl<'a> Leaves<'a> {
         self.sources.push(leaf.source());
     }
 
-    /// The leaves' addresses, in order, for as long as `'a`.
-    pub(super) fn into_sources(self) -> Vec<SourcePtr> {
-        self.sources
+    /// The leaves' layouts and their addresses, in order; these for as long as `'a`.
+    pub(super) fn into_parts(self) -> (Layouts, Vec<SourcePtr>) {
+        (self.layouts, self.sources)
     }
 }
 
@@ -178,12 +184,11 @@ impl Door {
         matches!(self, Self::Table(_))
     }
 
-    /// Reads a tensor of type `torch.Tensor` exactly. `None` where it has no plain data to show:
-    /// sparse, quantized, nested, meta …
-    pub(super) fn borrow<'a>(&self, leaf: &'a Bound<'_, PyAny>) -> Option<Borrowed<'a>> {
+    /// Reads a tensor. `None` where it has no plain data to show: sparse, quantized, nested, meta …
+    pub(super) fn borrow<'a>(&self, leaf: Tensor<'a, '_>) -> Option<Borrowed<'a>> {
         match self {
             Self::Table(table) => table.borrow(leaf),
-            Self::Attributes(attributes) => attributes.borrow(leaf).ok().flatten(),
+            Self::Attributes(attributes) => attributes.borrow(leaf.object()).ok().flatten(),
         }
     }
 }
@@ -220,7 +225,8 @@ impl Table {
         Ok(None)
     }
 
-    fn borrow<'a>(&self, leaf: &'a Bound<'_, PyAny>) -> Option<Borrowed<'a>> {
+    fn borrow<'a>(&self, leaf: Tensor<'a, '_>) -> Option<Borrowed<'a>> {
+        let leaf = leaf.object();
         let mut tensor = dlpack::Tensor {
             data: ptr::null_mut(),
             device: dlpack::Device { device_type: 0, device_id: 0 },
@@ -230,8 +236,8 @@ impl Table {
             strides: ptr::null_mut(),
             byte_offset: 0,
         };
-        // SAFETY: attached to the interpreter (`leaf` is bound); `leaf` is a torch.Tensor by this
-        // function's contract, and torch fills the struct or sets an exception.
+        // SAFETY: attached to the interpreter (`leaf` is bound); `leaf` is a torch.Tensor, as only
+        // such become a `Tensor`, and torch fills the struct or sets an exception.
         let code = unsafe { (self.borrow)(leaf.as_ptr().cast(), &raw mut tensor) };
         if code != 0 {
             drop(PyErr::take(leaf.py()));

@@ -44,6 +44,16 @@ impl Names {
     }
 }
 
+/// An object that is a `torch.Tensor` and of no subclass.
+#[derive(Clone, Copy)]
+pub(super) struct Tensor<'a, 'py>(&'a Bound<'py, PyAny>);
+
+impl<'a, 'py> Tensor<'a, 'py> {
+    pub(super) fn object(self) -> &'a Bound<'py, PyAny> {
+        self.0
+    }
+}
+
 /// What the guard compares with, looked up once.
 pub(super) struct Torch {
     pub(super) names: Names,
@@ -95,6 +105,11 @@ impl Torch {
         object.get_type_ptr().cast() == self.tensor_type.as_ptr()
     }
 
+    /// `object`, if it is a `torch.Tensor` and of no subclass.
+    pub(super) fn tensor<'a, 'py>(&self, object: &'a Bound<'py, PyAny>) -> Option<Tensor<'a, 'py>> {
+        self.is_tensor(object).then_some(Tensor(object))
+    }
+
     pub(super) fn is_grad_enabled(&self, py: Python<'_>) -> PyResult<bool> {
         self.is_grad_enabled.bind(py).call0()?.is_truthy()
     }
@@ -123,15 +138,16 @@ impl Torch {
     }
 }
 
-/// Borrows `leaf`, a tensor that is a `torch.Tensor` exactly, if the core may read it.
+/// Borrows `tensor`, if the core may read it.
 pub(super) fn readable<'a>(
     door: &Door,
     torch: &Torch,
-    leaf: &'a Bound<'_, PyAny>,
+    tensor: Tensor<'a, '_>,
     grad_enabled: bool,
 ) -> PyResult<Result<Borrowed<'a>, Reason>> {
+    let leaf = tensor.object();
     let py = leaf.py();
-    let Some(borrowed) = door.borrow(leaf) else {
+    let Some(borrowed) = door.borrow(tensor) else {
         return Ok(Err(Reason::NoPlainData));
     };
     if !borrowed.on_cpu() {
@@ -172,7 +188,7 @@ pub(super) fn readable<'a>(
     }
     // `is_neg` gives up the interpreter lock for a moment, in which another thread may resize the
     // tensor; what was borrowed before must not be used after it.
-    Ok(match door.borrow(leaf) {
+    Ok(match door.borrow(tensor) {
         Some(again) if again.dtype() == dtype && again.on_cpu() => {
             let numel = shape::element_count(again.sizes()).unwrap_or(usize::MAX);
             if numel > 0 && again.data().is_null() { Err(Reason::NoPlainData) } else { Ok(again) }

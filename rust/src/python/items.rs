@@ -2,10 +2,11 @@
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyInt};
+use pyo3::types::{PyBool, PyDict, PyInt, PyList};
 
 use super::exchange::Door;
 use super::guard::{Names, Torch};
+use super::reason::Reason;
 use super::values::is_scalar;
 use crate::plan::Kind;
 
@@ -18,9 +19,8 @@ pub(super) struct FieldTypes {
 
 /// A field's declaration, read once for a batch.
 pub(super) struct Declared {
-    /// `None` if the class is none of the three, its dimension no plain integer, or `keep_on_cpu`
-    /// no bool.
-    pub(super) kind: Option<Kind>,
+    /// Or why only the reference knows what the field is.
+    pub(super) kind: Result<Kind, Reason>,
     pub(super) keep_on_cpu: bool,
 }
 
@@ -30,24 +30,22 @@ impl FieldTypes {
         let py = field.py();
         let class = field.get_type_ptr().cast();
         let kind = if class == self.batched.as_ptr() {
-            Some(Kind::Batched)
+            Ok(Kind::Batched)
         } else if class == self.shared.as_ptr() {
-            Some(Kind::Shared)
+            Ok(Kind::Shared)
         } else if class == self.flat.as_ptr() {
             let dim = field.getattr(names.dim.bind(py))?;
             let dim = dim.is_exact_instance_of::<PyInt>().then(|| dim.extract().ok()).flatten();
-            dim.map(|dim| Kind::Flat { dim })
+            dim.map(|dim| Kind::Flat { dim }).ok_or(Reason::Dim)
         } else {
-            None
+            return Ok(Declared { kind: Err(Reason::FieldClass), keep_on_cpu: false });
         };
-        if kind.is_none() {
-            return Ok(Declared { kind, keep_on_cpu: false });
-        }
         let keep_on_cpu = field.getattr(names.keep_on_cpu.bind(py))?;
         // The truth of anything but a bool may be decided by code that does anything.
-        let plain = keep_on_cpu.is_exact_instance_of::<PyBool>();
-        let keep_on_cpu = plain && keep_on_cpu.is_truthy()?;
-        Ok(Declared { kind: kind.filter(|_| plain), keep_on_cpu })
+        if !keep_on_cpu.is_exact_instance_of::<PyBool>() {
+            return Ok(Declared { kind: Err(Reason::FieldClass), keep_on_cpu: false });
+        }
+        Ok(Declared { kind, keep_on_cpu: keep_on_cpu.is_truthy()? })
     }
 
     /// Whether the reference compares this field's values between items: subclasses count.
@@ -123,9 +121,17 @@ impl<'py> Table<'py> {
     }
 
     /// What the reference is given of one field: the elements, or of plain mappings the values.
-    pub(super) fn for_reference(&self, k: usize) -> impl Iterator<Item = &Bound<'py, PyAny>> {
+    pub(super) fn column_for_reference(
+        &self,
+        k: usize,
+        py: Python<'py>,
+    ) -> PyResult<Bound<'py, PyList>> {
         let all = if self.elements.is_empty() { &self.values } else { &self.elements };
-        all.iter().skip(k).step_by(self.keys.len().max(1))
+        let column = PyList::empty(py);
+        for given in all.iter().skip(k).step_by(self.keys.len().max(1)) {
+            column.append(given)?;
+        }
+        Ok(column)
     }
 
     /// The first item's value of one field.
@@ -349,9 +355,9 @@ impl<'py> Walker<'_, 'py> {
         if is_scalar(left) && is_scalar(right) {
             return left.eq(right).map(Some);
         }
-        if !self.torch.is_tensor(left) || !self.torch.is_tensor(right) {
+        let (Some(left), Some(right)) = (self.torch.tensor(left), self.torch.tensor(right)) else {
             return Ok(None);
-        }
+        };
         let (Some(a), Some(b)) = (self.door.borrow(left), self.door.borrow(right)) else {
             return Ok(None);
         };

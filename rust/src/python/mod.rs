@@ -1,7 +1,9 @@
 //! Everything that knows Python: the module `mmcollate._core`.
 
+mod arena;
 mod buffer;
 mod collator;
+mod device;
 mod exchange;
 mod guard;
 mod items;
@@ -32,6 +34,7 @@ fn stats(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     fields.set_item("view", read(&COUNTERS.view))?;
     fields.set_item("list", read(&COUNTERS.list))?;
     fields.set_item("gather", read(&COUNTERS.gather))?;
+    fields.set_item("stage", read(&COUNTERS.stage))?;
     fields.set_item("reference", reference)?;
     let stats = PyDict::new(py);
     stats.set_item("batches", read(&COUNTERS.batches))?;
@@ -55,6 +58,8 @@ fn reset_stats() {
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<collator::Collator>()?;
+    module.add_class::<arena::Arena>()?;
+    module.add_class::<device::DevicePlan>()?;
     module.add_function(wrap_pyfunction!(stats, module)?)?;
     module.add_function(wrap_pyfunction!(reset_stats, module)?)?;
     Ok(())

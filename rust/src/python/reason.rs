@@ -25,11 +25,23 @@ macro_rules! reasons {
 reasons! {
     /// The batch goes to a device; torch copies it there.
     DeviceTarget => "device_target",
+    /// Too little goes to the device to be worth staging.
+    Small => "small",
+    /// A single leaf that lies in pinned memory already: torch copies it from there.
+    PinnedLeaf => "pinned_leaf",
+    /// Every slot of the arena is in use, and none became free in time.
+    NoSlot => "no_slot",
+    /// The stream is capturing.
+    Capturing => "capturing",
+    /// A leaf was changed between planning and gathering.
+    Changed => "changed",
     /// The result was asked for in pinned memory.
     Pinned => "pinned",
+    /// `pin_memory` is no bool, which torch refuses where it gets to see it.
+    PinType => "pin_memory_type",
     /// The item is no plain mapping, or an element no plain element.
     ItemClass => "item_class",
-    /// The field's class is none of the three kinds.
+    /// The field's class is none of the three kinds, or its `keep_on_cpu` no bool.
     FieldClass => "field_class",
     /// The items disagree about the field's kind.
     MixedKinds => "mixed_kinds",
@@ -55,7 +67,7 @@ reasons! {
     Expanded => "expanded",
     /// Flat leaves of different ranks.
     RankMismatch => "rank_mismatch",
-    /// The concat dimension is out of range or no plain integer.
+    /// The concat dimension is out of range, no plain integer, or not 0 for lists.
     Dim => "dim",
     /// More than 64 bits can say.
     TooLarge => "too_large",
@@ -84,26 +96,36 @@ pub(super) struct Counters {
     pub(super) view: AtomicU64,
     pub(super) list: AtomicU64,
     pub(super) gather: AtomicU64,
+    pub(super) stage: AtomicU64,
     pub(super) bytes_gathered: AtomicU64,
     pub(super) detached_gathers: AtomicU64,
     pub(super) detached_peak: AtomicUsize,
     pub(super) reference: [AtomicU64; Reason::ALL.len()],
 }
 
-pub(super) static COUNTERS: Counters = Counters {
-    batches: AtomicU64::new(0),
-    items: AtomicU64::new(0),
-    alias: AtomicU64::new(0),
-    view: AtomicU64::new(0),
-    list: AtomicU64::new(0),
-    gather: AtomicU64::new(0),
-    bytes_gathered: AtomicU64::new(0),
-    detached_gathers: AtomicU64::new(0),
-    detached_peak: AtomicUsize::new(0),
-    reference: [const { AtomicU64::new(0) }; Reason::ALL.len()],
-};
+/// What `stats()` tells.
+pub(super) static COUNTERS: Counters = Counters::new();
+
+/// Where collators count that nobody is to hear of: those of a check.
+pub(super) static UNHEARD: Counters = Counters::new();
 
 impl Counters {
+    const fn new() -> Self {
+        Self {
+            batches: AtomicU64::new(0),
+            items: AtomicU64::new(0),
+            alias: AtomicU64::new(0),
+            view: AtomicU64::new(0),
+            list: AtomicU64::new(0),
+            gather: AtomicU64::new(0),
+            stage: AtomicU64::new(0),
+            bytes_gathered: AtomicU64::new(0),
+            detached_gathers: AtomicU64::new(0),
+            detached_peak: AtomicUsize::new(0),
+            reference: [const { AtomicU64::new(0) }; Reason::ALL.len()],
+        }
+    }
+
     /// Counts one field that took the reference.
     pub(super) fn count_reference(&self, reason: Reason) {
         add(&self.reference[reason as usize], 1);
@@ -118,6 +140,7 @@ impl Counters {
             &self.view,
             &self.list,
             &self.gather,
+            &self.stage,
             &self.bytes_gathered,
             &self.detached_gathers,
         ];

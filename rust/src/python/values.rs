@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyFloat, PyInt, PyList, PyString, PyTuple};
 
 use super::guard::Torch;
+use super::reason::Reason;
 
 /// Lists deeper than this go to the reference: one that holds itself would never end.
 const MAX_DEPTH: usize = 16;
@@ -26,12 +27,23 @@ pub(super) fn is_list(value: &Bound<'_, PyAny>) -> bool {
 
 /// The reference's rule for values that need no computing.
 ///
-/// Where nothing moves it passes every value on. Where the batch goes to the host it maps tensors,
-/// of which those on the host stay the same objects, and rebuilds every list on its way.
+/// Where nothing moves it passes every value on. Else it maps tensors, of which those on the host
+/// stay the same objects if the batch goes there, and rebuilds every list on its way.
 #[derive(Clone, Copy)]
 pub(super) struct Through<'a> {
     pub(super) torch: &'a Torch,
-    pub(super) to_cpu: bool,
+    pub(super) to: To,
+}
+
+/// Where values go.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum To {
+    /// They stay where they are.
+    Nowhere,
+    /// To the host.
+    Cpu,
+    /// To a device: no tensor passes.
+    Device,
 }
 
 impl Through<'_> {
@@ -40,9 +52,14 @@ impl Through<'_> {
         if is_scalar(value) {
             return Ok(true);
         }
-        let py = value.py();
-        Ok(self.torch.is_tensor(value)
-            && (!self.to_cpu || value.getattr(self.torch.names.is_cpu.bind(py))?.is_truthy()?))
+        if !self.torch.is_tensor(value) {
+            return Ok(false);
+        }
+        match self.to {
+            To::Nowhere => Ok(true),
+            To::Cpu => value.getattr(self.torch.names.is_cpu.bind(value.py()))?.is_truthy(),
+            To::Device => Ok(false),
+        }
     }
 
     /// Whether [`Self::pass`] gives the reference's result, lists included.
@@ -50,11 +67,22 @@ impl Through<'_> {
         self.passes_at(value, 0)
     }
 
+    /// Why a value does not pass.
+    pub(super) fn why_not(self, value: &Bound<'_, PyAny>) -> Reason {
+        if self.torch.is_tensor(value) {
+            Reason::NotOnCpu
+        } else if is_list(value) {
+            Reason::Nested
+        } else {
+            Reason::NotATensor
+        }
+    }
+
     fn passes_at(self, value: &Bound<'_, PyAny>, depth: usize) -> PyResult<bool> {
         if !is_list(value) {
             return self.passes(value);
         }
-        if !self.to_cpu {
+        if self.to == To::Nowhere {
             return Ok(true);
         }
         if depth == MAX_DEPTH {
@@ -74,7 +102,7 @@ impl Through<'_> {
     }
 
     fn pass_at<'py>(self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<Bound<'py, PyAny>> {
-        if !self.to_cpu || !is_list(value) {
+        if self.to == To::Nowhere || !is_list(value) {
             return Ok(value.clone());
         }
         // It was less deep when `passes_nested` looked; another thread has changed it since.
