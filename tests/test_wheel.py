@@ -135,6 +135,7 @@ def test_one_abi3_wheel_serves_every_python(wheel: Path):
     assert {"mmcollate/_core.abi3.so", "mmcollate/_core.pyi", "mmcollate/py.typed"} <= set(names)
     assert [name for name in names if name.endswith("licenses/LICENSE")]
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"mmcollate"}
+    assert not [name for name in names if "/sboms/" in name]
     required = re.findall(r"^Requires-Dist: ([^;\n]+)$", metadata, re.MULTILINE)
     assert required == ["torch>=2.6"]
 
