@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import pickle
@@ -20,7 +21,9 @@ utils: Any = pytest.importorskip(
 from mmcollate import bits, errors
 from mmcollate.integrations import vllm as plugin
 from mmcollate.integrations import vllm_source
-from vllm_items import batched, flat, items_of
+from vllm.multimodal import inputs
+from vllm.utils import jsontree
+from vllm_items import batched, flat, items_of, shared
 
 NAMES = ("group_and_batch_mm_items", "_batch_mm_items")
 
@@ -59,10 +62,33 @@ def test_the_batches_of_an_active_plugin_come_from_the_core() -> None:
     assert mmcollate.stats()["fields"]["gather"] == 1
 
 
-def test_activation_leaves_no_trace_in_unused_counters() -> None:
+@pytest.mark.parametrize("used", [False, True])
+def test_activation_leaves_no_trace_in_the_counters(used: bool) -> None:
     mmcollate.reset_stats()
-    plugin.activate()
-    assert mmcollate.stats()["batches"] == 0
+    if used:
+        sparse = torch.ones(2).to_sparse()
+        with pytest.raises(mmcollate.MMCollateError):
+            mmcollate.collate([{"x": sparse}, {"x": sparse}], {"x": mmcollate.Flat()})
+        mmcollate.collate([{"x": torch.ones(2)}], {"x": mmcollate.Flat()})
+    before = mmcollate.stats()
+    assert plugin.activate()
+    assert mmcollate.stats() == before
+
+
+def test_a_setting_that_cannot_be_read_keeps_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMCOLLATE_PINNED_MAX_MB", "plenty")
+    assert not plugin.activate()
+    assert "MMCOLLATE_PINNED_MAX_MB is 'plenty', expected a number" in plugin.status()
+
+
+def test_a_line_not_yet_said_is_not_said_twice(heard: Heard) -> None:
+    logger = logging.getLogger("vllm.plugins.mmcollate")
+    logger.setLevel(logging.WARNING)
+    plugin.register()
+    logger.setLevel(logging.INFO)
+    plugin.register()
+    list(utils.group_and_batch_mm_items(items_of(batched, [torch.arange(3)])))
+    assert len(heard.lines) == 1
 
 
 def test_the_functions_look_like_those_they_replace() -> None:
@@ -91,46 +117,220 @@ def test_a_changed_rule_is_an_unknown_vllm(monkeypatch: pytest.MonkeyPatch) -> N
     assert "unknown" in plugin.status()
 
 
-def test_a_missing_function_is_an_unknown_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(utils, "_can_batch_mm_items")
+@pytest.mark.parametrize("name", [*NAMES, "_can_batch_mm_items"])
+def test_a_missing_or_odd_function_is_an_unknown_vllm(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr(utils, name)
+        assert not plugin.activate()
+        assert "unknown" in plugin.status()
+        patch.setattr(utils, name, functools.partial(print), raising=False)
+        assert not plugin.activate()
+        assert "unknown" in plugin.status()
+    assert plugin.activate()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (utils, "nested_tensors_equal"),
+        (inputs, "nested_tensors_equal"),
+        (inputs, "_nested_tensors_h2d"),
+        (inputs, "json_map_leaves"),
+        (jsontree, "json_map_leaves"),
+        (jsontree, "json_iter_leaves"),
+        (inputs.BaseMultiModalField, "reduce_data"),
+        (inputs.MultiModalBatchedField, "reduce_data"),
+        (inputs.MultiModalBatchedField, "_reduce_data"),
+        (inputs.MultiModalFlatField, "_reduce_data"),
+        (inputs.MultiModalSharedField, "_reduce_data"),
+    ],
+)
+def test_a_patch_of_what_the_batcher_calls_is_an_unknown_vllm(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    theirs, before = getattr(owner, name), functions()
+
+    def patched(*arguments: Any, **options: Any) -> Any:
+        return theirs(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, patched, raising=False)
+    assert not plugin.activate()
+    assert "unknown" in plugin.status()
+    assert functions() == before
+
+
+ITEM, ELEM = inputs.MultiModalKwargsItem, inputs.MultiModalFieldElem
+MAPPING = ["__getitem__", "__iter__", "__contains__", "__len__", "keys", "items", "values"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        *[(ITEM, name) for name in [*MAPPING, "__getattribute__", "__getattr__", "data"]],
+        *[(ELEM, name) for name in ("data", "field", "__getattribute__", "__getattr__")],
+        (inputs.BaseMultiModalField, "keep_on_cpu"),
+        (inputs.MultiModalBatchedField, "keep_on_cpu"),
+        (inputs.MultiModalFlatField, "dim"),
+        (inputs.MultiModalSharedField, "__getattribute__"),
+    ],
+)
+def test_classes_that_compute_what_is_read_are_an_unknown_vllm(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    def computed(self: Any, *arguments: Any) -> Any:
+        return object.__getattribute__(self, *arguments)
+
+    value = computed if name.startswith("__") or name in MAPPING else property(computed)
+    before = functions()
+    monkeypatch.setattr(owner, name, value, raising=False)
+    active, why = plugin.activate(), plugin.status()
+    monkeypatch.undo()
+    assert not active and "unknown" in why and f"{owner.__name__}.{name}" in why
+    assert functions() == before
+
+
+class OtherItem(ITEM):
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)
+
+
+class OtherElem(ELEM):
+    pass
+
+
+class OtherShared(inputs.MultiModalSharedField):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "other"),
+    [
+        (inputs, "MultiModalKwargsItem", OtherItem),
+        (inputs, "MultiModalFieldElem", OtherElem),
+        (inputs, "MultiModalSharedField", OtherShared),
+        (utils, "MultiModalSharedField", OtherShared),
+    ],
+)
+def test_other_classes_are_an_unknown_vllm(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, other: Any
+) -> None:
+    monkeypatch.setattr(module, name, other)
     assert not plugin.activate()
     assert "unknown" in plugin.status()
 
 
+PLAIN = """
+def f(x, *, y=1):
+    return x + y
+
+class C(dict):
+    a = 1
+
+    def get(self, name):
+        return self[name]
+"""
+DRESSED = """
+def f(x: int, *, y: int = 1) -> int:
+    '''Adds.'''
+    # so
+    return x + y
+
+class C(dict):
+    '''Holds.'''
+    a = 1
+    '''The first.'''
+
+    def get(self, name: str) -> int:
+        return self[name]
+
+    def build_elems(self):
+        return []
+"""
+
+
 def test_comments_docstrings_and_annotations_do_not_make_another_vllm() -> None:
-    plain = vllm_source._functions_by_line("def f(x, *, y=1):\n    return x + y\n")
-    dressed = vllm_source._functions_by_line(
-        'def f(x: int, *, y: int = 1) -> int:\n    """Adds."""\n    # so\n    return x + y\n'
-    )
-    other = vllm_source._functions_by_line("def f(x, *, y=1):\n    return x - y\n")
-    canonical = [vllm_source._canonical(f[1]) for f in (plain, dressed, other)]
-    assert canonical[0] == canonical[1] != canonical[2]
+    def canonical(source: str) -> list[str]:
+        found = vllm_source._definitions(source)
+        function = next(node for key, node in found.items() if isinstance(key, int))
+        return [vllm_source._canonical(node) for node in (function, found["C"])]
+
+    function, cls = canonical(PLAIN)
+    assert canonical(DRESSED) == [function, cls]
+    assert canonical(PLAIN.replace("x + y", "x - y")) != [function, cls]
+    for old, new in (
+        ("a = 1", "a = 2"),
+        ("(dict)", "(dict, metaclass=M)"),
+        ("class C", "@dataclass\nclass C"),
+        ("self[name]", "self.data[name]"),
+        ("    def get", "    @property\n    def get"),
+        ("    a = 1", "    a = 1\n    def __getitem__(self, name): return 1"),
+    ):
+        assert canonical(PLAIN.replace(old, new))[1] != cls
 
 
 def test_the_self_check_keeps_a_wrong_result_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = plugin.group_and_batch_mm_items
+    right = plugin._groups
 
-    def wrong(items: Any, **options: Any) -> Iterator[Any]:
-        for count, batch in right(items, **options):
+    def wrong(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for count, batch in right(*arguments, **options):
             if isinstance(batch["x"], torch.Tensor) and batch["x"].dtype == torch.bfloat16:
                 batch["x"] = -batch["x"]
             yield count, batch
 
     before = functions()
-    monkeypatch.setattr(plugin, "group_and_batch_mm_items", wrong)
+    monkeypatch.setattr(plugin, "_groups", wrong)
     assert not plugin.activate()
     assert functions() == before
     assert "difference" in plugin.status() and "['x']" in plugin.status()
 
 
 def test_a_broken_core_does_not_take_vllm_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> Any:
+    def broken(**options: Any) -> Any:
         raise ImportError("no such symbol")
 
     monkeypatch.setattr(plugin, "collator", broken)
     plugin.register()
     assert not plugin.is_active()
     assert "no such symbol" in plugin.status()
+
+
+class Panic(BaseException):
+    """As pyo3's, which is no ``Exception`` either."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("where", ["collator", "_self_check", "activate"])
+def test_a_panic_does_not_take_vllm_down(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    raised: BaseException = Panic()
+
+    def panicking(**options: Any) -> Any:
+        raise raised
+
+    before = functions()
+    monkeypatch.setattr(plugin, where, panicking)
+    plugin.register()
+    assert not plugin.is_active() and functions() == before
+    assert "Panic" in plugin.status()
+    if where != "activate":
+        assert not plugin.activate()
+    for raised in (KeyboardInterrupt(), SystemExit(), GeneratorExit()):
+        with pytest.raises(type(raised)):
+            plugin.register()
+        assert not plugin.is_active() and functions() == before
+
+
+def test_a_broken_log_does_not_make_it_look_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any) -> Any:
+        raise Panic
+
+    logger = logging.getLogger("vllm.plugins.mmcollate")
+    monkeypatch.setattr(logger, "isEnabledFor", broken)
+    plugin.register()
+    assert plugin.is_active() and plugin.status().startswith("vLLM ")
 
 
 def test_the_off_switch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +356,59 @@ def test_what_was_patched_on_top_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert utils._batch_mm_items is theirs
     monkeypatch.undo()
     assert plugin.is_active()
+
+
+def test_the_status_is_that_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = dict(zip(NAMES, functions(), strict=True))
+    plugin.activate()
+    active = plugin.status()
+    with monkeypatch.context() as patch:
+        patch.setattr(utils, "_batch_mm_items", lambda items, **options: {})
+        assert "replaced by another" in plugin.status()
+        patch.delattr(utils, "_batch_mm_items")
+        assert "replaced by another" in plugin.status()
+    assert plugin.status() == active
+    with monkeypatch.context() as patch:
+        patch.setattr(utils, "_batch_mm_items", theirs["_batch_mm_items"])
+        assert not plugin.is_active()
+        assert "put back" in plugin.status()
+    assert plugin.status() == active
+    plugin.deactivate()
+    assert plugin.status() == "deactivated"
+
+
+def test_what_others_put_back_can_be_replaced_again() -> None:
+    theirs = dict(zip(NAMES, functions(), strict=True))
+    for put_back in (NAMES, NAMES[:1]):
+        plugin.activate()
+        active = plugin.status()
+        for name in put_back:
+            setattr(utils, name, theirs[name])
+        assert plugin.activate() and plugin.is_active() and plugin.status() == active
+        for name in put_back:
+            setattr(utils, name, theirs[name])
+        assert plugin.deactivate() and plugin.status() == "deactivated"
+        assert functions() == list(theirs.values())
+
+
+def test_functions_of_mmcollate_put_back_by_others_still_know_those_of_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    theirs = functions()
+    plugin.activate()
+    ours = dict(zip(NAMES, functions(), strict=True))
+    plugin.deactivate()
+    for name in NAMES:
+        setattr(utils, name, ours[name])
+    with monkeypatch.context() as patch:
+        patch.setattr(utils, NAMES[0], functools.partial(print))
+        assert not plugin.activate()
+        assert "replaced by another" in plugin.status()
+        assert plugin.originals()._batch_mm_items(items_of(batched, [1])) == {"x": [1]}
+    assert plugin.activate()
+    assert plugin.originals()._batch_mm_items(items_of(batched, [1])) == {"x": [1]}
+    plugin.deactivate()
+    assert functions() == theirs
 
 
 class Heard(logging.Handler):
@@ -215,9 +468,9 @@ def test_verification_names_the_field_that_differs(monkeypatch: pytest.MonkeyPat
 
     class Wrong:
         def next_group(self, *arguments: Any) -> Any:
-            end, batch = right.next_group(*arguments)
-            batch["x"][0, 0] += 1
-            return end, batch
+            result = right.next_group(*arguments)
+            result[1]["x"][0, 0] += 1
+            return result
 
     items = items_of(batched, [torch.arange(3), torch.arange(3)])
     monkeypatch.setattr(plugin, "collator", Wrong)
@@ -347,3 +600,24 @@ def test_the_reference_gets_the_elements_of_the_walk() -> None:
     items = [elements(a=(1, Changing()), z=(5, Changing()))]
     [(_, batch)] = plugin.group_and_batch_mm_items(items)
     assert batch["z"] == [5]
+
+
+def test_a_patch_made_later_counts_only_where_the_core_asks_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plugin.activate()
+    monkeypatch.setattr(inputs.MultiModalBatchedField, "_reduce_data", lambda *_, **__: "patched")
+    monkeypatch.setattr(inputs, "nested_tensors_equal", lambda *_, **__: False)
+    monkeypatch.setattr(utils, "nested_tensors_equal", lambda *_, **__: False)
+    leaves = [torch.ones(2), torch.ones(2)]
+    [(_, batch)] = utils.group_and_batch_mm_items(items_of(batched, leaves))
+    assert batch["x"].shape == (2, 2)
+    [(_, batch)] = utils.group_and_batch_mm_items(
+        items_of(batched, [x.to_sparse() for x in leaves])
+    )
+    assert batch["x"] == "patched"
+    whole = [torch.arange(3), torch.arange(3)]
+    assert len(list(utils.group_and_batch_mm_items(items_of(shared, whole)))) == 1
+    assert len(list(utils.group_and_batch_mm_items(items_of(shared, leaves)))) == 2
+    plugin.deactivate()
+    assert not plugin.activate()

@@ -1,16 +1,22 @@
 """Which vLLM this is: whether its batcher is one that mmcollate is known to match."""
 
 import ast
+import dataclasses
 import hashlib
 import importlib
+import inspect
+import sys
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
-KNOWN: dict[str, str] = {"bc32949b80c5c6be": "0.30.0 to 0.32.0"}
-"""Fingerprint of the replaced code, and of all that it calls, to the versions that have it."""
+KNOWN: dict[str, str] = {"905eb5f9ab06ed96": "0.30.0 to 0.32.0"}
+"""Fingerprint of the replaced code, and of all that it reads and calls, to the versions that have
+it."""
 
 
 def version() -> str:
@@ -25,55 +31,116 @@ def problem(replaced: Iterable[Callable[..., Any]]) -> str:
         replaced: The functions that would be replaced, as they are in vLLM now.
     """
     try:
+        computed = _computed()
         found = fingerprint(replaced)
-    except (ImportError, AttributeError, KeyError, OSError, SyntaxError) as error:
+    except (ImportError, AttributeError, KeyError, OSError, SyntaxError, TypeError) as error:
         return f"vLLM {version()} is unknown ({type(error).__name__}: {error})"
+    if computed:
+        return f"vLLM {version()} is unknown: {computed} is not what it was"
     if found not in KNOWN:
         return f"vLLM {version()} is unknown: its batcher has the fingerprint {found}"
+    return ""
+
+
+_MAPPING = ("__getitem__", "__iter__", "__contains__", "__len__", "keys", "items", "values")
+
+
+def _computed() -> str:
+    """What the core reads as a plain attribute or dict entry, but code computes."""
+    utils = importlib.import_module("vllm.multimodal.utils")
+    inputs = importlib.import_module("vllm.multimodal.inputs")
+    item, element = inputs.MultiModalKwargsItem, inputs.MultiModalFieldElem
+    for name in _MAPPING:
+        if inspect.getattr_static(item, name) is not inspect.getattr_static(UserDict, name):
+            return f"{item.__name__}.{name}"
+    kinds = _kinds(inputs)
+    plain = [(item, "data"), (element, "data"), (element, "field")]
+    plain += [(kind, "keep_on_cpu") for kind in kinds] + [(inputs.MultiModalFlatField, "dim")]
+    for owner, name in plain:
+        # A dataclass has the default of a field here.
+        found = inspect.getattr_static(owner, name, None)
+        if hasattr(type(found), "__get__") or hasattr(type(found), "__set__"):
+            return f"{owner.__name__}.{name}"
+    for owner in (item, element, *kinds):
+        found = inspect.getattr_static(owner, "__getattribute__")
+        if found is not object.__getattribute__:
+            return f"{owner.__name__}.__getattribute__"
+        if inspect.getattr_static(owner, "__getattr__", None) is not None:
+            return f"{owner.__name__}.__getattr__"
+    if [field.name for field in dataclasses.fields(element)] != ["data", "field"]:
+        return f"what {element.__name__} has as fields"
+    if utils.MultiModalSharedField is not inputs.MultiModalSharedField:
+        return "utils.MultiModalSharedField"
     return ""
 
 
 def fingerprint(replaced: Iterable[Callable[..., Any]]) -> str:
     """A hash of the code that decides what a batch is; comments, docstrings and annotations don't
     count, nor does the Python that reads it."""
-    trees: dict[str, dict[int, ast.AST]] = {}
+    files: dict[str, dict[int | str, ast.AST]] = {}
     code = hashlib.sha256()
-    for function in (*replaced, *_deciding_functions()):
-        path = function.__code__.co_filename
-        if path not in trees:
-            trees[path] = _functions_by_line(Path(path).read_text(encoding="utf-8"))
-        code.update(_canonical(trees[path][function.__code__.co_firstlineno]).encode())
+    inputs = importlib.import_module("vllm.multimodal.inputs")
+    classes = (inputs.MultiModalKwargsItem, inputs.MultiModalFieldElem)
+    for part in (*replaced, *_deciding_functions(), *classes, *_kinds(inputs)):
+        path, key = _place(part)
+        if path not in files:
+            files[path] = _definitions(Path(path).read_text(encoding="utf-8"))
+        code.update(_canonical(files[path][key]).encode())
     return code.hexdigest()[:16]
 
 
-def _functions_by_line(source: str) -> dict[int, ast.AST]:
-    """A module's functions by the line that a code object names as its first."""
-    functions: dict[int, ast.AST] = {}
-    todo: list[ast.stmt] = list(ast.parse(source).body)
-    while todo:
-        node = todo.pop()
+def _place(part: Any) -> tuple[str, int | str]:
+    """A function's or a class's file, and what it goes by in there."""
+    if isinstance(part, type):
+        return str(sys.modules[part.__module__].__file__), part.__qualname__
+    return part.__code__.co_filename, part.__code__.co_firstlineno
+
+
+def _definitions(source: str) -> dict[int | str, ast.AST]:
+    """A module's functions, by the line that a code object names as its first, and its classes,
+    by name."""
+    found: dict[int | str, ast.AST] = {}
+    todo = [("", node) for node in ast.parse(source).body]
+    for within, node in todo:
         if isinstance(node, ast.ClassDef):
-            todo += node.body
+            found[within + node.name] = node
+            todo += [(f"{within}{node.name}.", inner) for inner in node.body]
         elif isinstance(node, ast.FunctionDef):
-            functions[min([node.lineno, *(d.lineno for d in node.decorator_list)])] = node
-    return functions
+            found[min([node.lineno, *(d.lineno for d in node.decorator_list)])] = node
+    return found
+
+
+def _kinds(inputs: ModuleType) -> tuple[type, ...]:
+    return (
+        inputs.BaseMultiModalField,
+        inputs.MultiModalBatchedField,
+        inputs.MultiModalFlatField,
+        inputs.MultiModalSharedField,
+    )
 
 
 def _deciding_functions() -> Iterator[Callable[..., Any]]:
     utils = importlib.import_module("vllm.multimodal.utils")
     inputs = importlib.import_module("vllm.multimodal.inputs")
+    jsontree = importlib.import_module("vllm.utils.jsontree")
     yield utils._can_batch_mm_items
-    yield inputs.nested_tensors_equal
+    # One name may have been patched in one module only.
+    for module in (utils, inputs):
+        yield module.nested_tensors_equal
+    for module in (inputs, jsontree):
+        yield module.json_map_leaves
+        yield module.json_iter_leaves
+    yield inputs.is_list_of
     yield inputs._nested_tensors_are_cpu
     yield inputs._nested_tensors_h2d
     yield inputs._is_dense
-    yield inputs.BaseMultiModalField.reduce_data
-    yield inputs.MultiModalBatchedField._reduce_data
-    yield inputs.MultiModalFlatField._reduce_data
-    yield inputs.MultiModalSharedField._reduce_data
-    yield inputs.json_map_leaves
-    yield inputs.json_iter_leaves
-    yield inputs.is_list_of
+    for kind in _kinds(inputs):
+        yield kind.reduce_data  # type: ignore[attr-defined]
+        yield kind._reduce_data  # type: ignore[attr-defined]
+
+
+_MAKERS = ("build_elems", "_field_factory", "dummy", "get_data")
+"""Methods that have no part in batching."""
 
 
 def _canonical(node: Any) -> str:
@@ -87,11 +154,23 @@ def _canonical(node: Any) -> str:
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "type_comment", "ctx", "kind", "type_params"):
             continue
-        has_docstring = isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None
-        kept = value[1:] if name == "body" and has_docstring else value
+        kept = value
+        if name == "body" and isinstance(value, list):
+            kept = [inner for inner in value if not _is_idle(inner, node)]
         if kept is not None and kept != []:
             parts.append(f"{name}={_canonical(kept)}")
     return f"{type(node).__name__}({','.join(parts)})"
+
+
+def _is_idle(node: ast.AST, owner: ast.AST) -> bool:
+    """Whether a statement is a mere string, or a method without a part in batching."""
+    if isinstance(node, ast.FunctionDef) and isinstance(owner, ast.ClassDef):
+        return node.name in _MAKERS
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def sample_batches() -> Iterator[tuple[str, list[Any]]]:
