@@ -140,7 +140,7 @@ def test_prints_the_plan_it_returns(capsys):
         assert re.search(rf"\b{name}\b", row)
     assert re.search(r"pixels +device +gather +7,200 +7,200 +flat, 2 items of one dtype", printed)
     assert re.search(r"grid +cpu +gather +48 +48 +batched, 2 items of one dtype", printed)
-    assert re.search(r"name +device +list +0 +0 +batched: no common shape", printed)
+    assert re.search(r"name +device +list +0 +0 +batched: not tensors alone", printed)
 
 
 def test_prints_elsewhere_if_asked_to(capsys):
@@ -182,6 +182,75 @@ def test_what_only_computing_would_find_is_announced_as_the_references():
     assert (field.way, field.why) == ("reference", REASONS["rank_mismatch"])
     with pytest.raises(mmcollate.CollateIndexError):
         mmcollate.collate(items, {"x": Flat()})
+
+
+def reason_of(field: mmcollate.Field, *values: Any, **options: Any) -> str:
+    [group] = quietly([{"x": value} for value in values], {"x": field}, **options).groups
+    [planned] = group.fields
+    return planned.why
+
+
+def test_reasons_are_the_ones_that_apply():
+    ones = torch.ones(2)
+    assert reason_of(Flat(dim=1), [ones], [ones]) == REASONS["dim"]
+    assert reason_of(Flat(dim=True), ones, ones) == REASONS["dim"]
+    assert reason_of(Batched(keep_on_cpu=1), ones, ones) == REASONS["field_class"]
+    assert reason_of(Batched(), ones, ones, pin_memory=0) == REASONS["pin_memory_type"]
+    assert reason_of(Shared(), {"a": 1}, device="cpu") == REASONS["not_a_tensor"]
+    assert reason_of(Shared(), [{"a": 1}], device="cpu") == REASONS["nested"]
+    assert reason_of(Shared(), ones.to("meta"), device="cpu") == REASONS["not_on_cpu"]
+    assert reason_of(Batched(), "a", "b") == "batched: not tensors alone"
+    assert reason_of(Batched(), ones, torch.ones(3)) == "batched: no common shape"
+    assert reason_of(Batched(), np.ones(2), np.ones(3)) == "batched: no common shape"
+
+
+def test_strange_names_and_values_are_printed():
+    class Refuses(torch.Tensor):
+        def numel(self):
+            raise NotImplementedError("not here")
+
+    deep: list[Any] = [torch.ones(2)]
+    for _ in range(40):
+        deep = [deep]
+    items = [{1: 2, "x": torch.ones(2).as_subclass(Refuses), (3, "y"): deep}]
+    fields = {1: Batched(), "x": Batched(), (3, "y"): Batched()}
+    plan = quietly(items, fields)
+    assert [field.name for field in plan.groups[0].fields] == list(fields)
+    assert [field.nbytes for field in plan.groups[0].fields] == [0, 0, 0]
+    for name in fields:
+        assert f" {name} " in str(plan)
+
+
+def test_buffers_are_the_cores_own(monkeypatch):
+    items = [{"x": torch.ones(2)}, {"x": torch.ones(2)}]
+    [field] = quietly(items, {"x": Batched()}).groups[0].fields
+    assert (field.buffer, field.offset) == (0, 0)
+    monkeypatch.setenv("MMCOLLATE_SKIP_EXCHANGE_TABLE", "1")
+    monkeypatch.setattr("mmcollate.collation._warned", True)
+    mmcollate.collation.collator.cache_clear()
+    try:
+        [field] = quietly(items, {"x": Batched()}).groups[0].fields
+        assert (field.way, field.buffer, field.offset) == ("gather", None, None)
+    finally:
+        mmcollate.collation.collator.cache_clear()
+
+
+def test_large_kept_fields_have_their_own_memory():
+    large, small = 64 << 10, 24
+    items = [
+        {"a": torch.ones(3), "large": torch.zeros(large // 8, dtype=torch.float32), "b": i}
+        | {"c": torch.ones(3), "limit": torch.zeros(large // 8)}
+        for i in range(2)
+    ]
+    items = [item | {"larger": torch.zeros(large // 8 + 1)} for item in items]
+    fields = {name: Batched(keep_on_cpu=True) for name in items[0]}
+    planned = {field.name: field for field in quietly(items, fields).groups[0].fields}
+    assert {planned[name].buffer for name in ("a", "c", "limit", "large")} == {0}
+    assert planned["larger"].buffer == 1
+    assert planned["a"].copied == small
+    [batch] = [group.batch for group in collate_groups(items, fields)]
+    gap = batch["limit"].data_ptr() - batch["a"].data_ptr()
+    assert gap == planned["limit"].offset - planned["a"].offset
 
 
 def test_no_items_are_no_groups():

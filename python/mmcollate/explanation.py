@@ -13,9 +13,15 @@ from mmcollate.fields import Field
 
 REASONS = {
     "device_target": "torch copies it to the device",
+    "small": "one small tensor, which torch copies as well",
+    "pinned_leaf": "in pinned memory already, from where torch copies it",
+    "no_slot": "every slot of the arena is in use",
+    "capturing": "the stream is capturing",
+    "changed": "a leaf was changed meanwhile",
     "pinned": "the result is asked for in pinned memory",
+    "pin_memory_type": "pin_memory is no bool",
     "item_class": "an item of an unknown class",
-    "field_class": "the field is of no known kind",
+    "field_class": "a declaration of no known kind, or whose keep_on_cpu is no bool",
     "mixed_kinds": "items declare different kinds",
     "mixed_leaves": "tensors and other values in one field",
     "not_a_tensor": "values that are neither plain tensors nor plain scalars",
@@ -28,7 +34,7 @@ REASONS = {
     "negated": "a lazily negated tensor",
     "expanded": "an expanded tensor (stride 0)",
     "rank_mismatch": "different numbers of dimensions",
-    "dim": "the concat dimension is out of range",
+    "dim": "a concat dimension that is out of range, no int, or not 0 for lists",
     "too_large": "sizes beyond 64 bits",
     "no_memory": "no memory for the batch",
     "torch_mode": "a torch mode wants to see the operations",
@@ -40,18 +46,22 @@ REASONS = {
 class FieldPlan:
     """What becomes of one field of one group."""
 
-    name: str
+    name: Any
+    """As the items have it; a string as a rule."""
     placement: str
     """``cpu`` (kept there) or ``device`` (bound for the device, if one is given)."""
     way: str
     """``alias`` (the same object), ``view``, ``list`` (of the same objects), ``gather`` (fresh
-    memory, written by the core) or ``reference`` (computed by torch)."""
+    memory, written by the core), ``stage`` (gathered into pinned memory and copied to the device
+    with the others) or ``reference`` (computed by torch)."""
     nbytes: int
-    """Bytes of the values' elements, as their shapes say."""
+    """Bytes of the values' elements, as their shapes say; 0 for values that have no such size."""
     copied: int
     """Bytes that the core writes."""
     buffer: int | None
-    """Which buffer a gathered field goes to; kept fields of a batch share one."""
+    """Which buffer of the core a gathered field goes to: small kept fields of a batch share one.
+    ``None`` if torch allocates it, as it does where tensors are not read through the exchange
+    table."""
     offset: int | None
     """Where it starts there, in bytes."""
     why: str
@@ -77,7 +87,7 @@ class Plan:
         for group in self.groups:
             items = str(group.num_items) + (f" {group.modality}" if group.modality else "")
             for field in group.fields:
-                columns = (field.name, field.placement, field.way, f"{field.nbytes:,}")
+                columns = (str(field.name), field.placement, field.way, f"{field.nbytes:,}")
                 rows.append((items, *columns, f"{field.copied:,}", field.why))
                 items = ""
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -133,7 +143,7 @@ def explain(
 def _field_plan(
     group: Sequence[Any],
     fields: Mapping[str, Field] | None,
-    name: str,
+    name: Any,
     placement: str,
     way: str,
     copied: int,
@@ -146,26 +156,34 @@ def _field_plan(
     kind = type(field).__name__.removeprefix("MultiModal").removesuffix("Field").lower()
     shared = kind == "shared"
     nbytes = sum(_nbytes(value) for value in (values[:1] if shared else values))
-    return FieldPlan(
-        name, placement, way, nbytes, copied, buffer, offset, _why(kind, way, len(group), reason)
-    )
+    tensors = all(hasattr(value, "shape") for value in values)
+    why = _why(kind, way, len(group), tensors, reason)
+    return FieldPlan(name, placement, way, nbytes, copied, buffer, offset, why)
 
 
-def _why(kind: str, way: str, count: int, reason: str) -> str:
+def _why(kind: str, way: str, count: int, tensors: bool, reason: str) -> str:
     if way == "reference":
         return REASONS[reason]
     if way == "alias":
         return "shared: the first item's" if kind == "shared" else f"{kind}, one item: its own"
+    if way == "stage":
+        return f"{kind}: gathered, and copied with the others"
     if way == "view":
         return f"{kind}, one item: its own, with a first dimension"
     if way == "list":
-        return f"{kind}: lists joined" if kind == "flat" else f"{kind}: no common shape"
+        if kind == "flat":
+            return "flat: lists joined"
+        return "batched: no common shape" if tensors else "batched: not tensors alone"
     return f"{kind}, {count} items of one dtype"
 
 
-def _nbytes(value: Any) -> int:
-    if isinstance(value, (list, tuple)):
-        return sum(map(_nbytes, value))
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    return getattr(value, "nbytes", 0)
+def _nbytes(value: Any, depth: int = 0) -> int:
+    try:
+        if type(value) in (list, tuple):
+            # A list may hold itself.
+            return 0 if depth == 16 else sum(_nbytes(inner, depth + 1) for inner in value)
+        if isinstance(value, torch.Tensor):
+            return value.numel() * value.element_size()
+        return int(getattr(value, "nbytes", 0))
+    except Exception:  # ragged nested tensors, subclasses that refuse
+        return 0
