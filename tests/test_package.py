@@ -24,6 +24,7 @@ from mmcollate import (
     Batched,
     CollateIndexError,
     CollateKeyError,
+    CollateMemoryError,
     CollateRuntimeError,
     CollateTypeError,
     CollateValueError,
@@ -234,6 +235,20 @@ ARRAYS: dict[str, np.ndarray] = {
     "float16": np.array([0.5], np.float16),
     "complex": np.array([1 - 2j]),
     "subclass": np.arange(4).view(np.recarray),
+    "field of records": np.array([(1.5, 2), (-3.5, 4)], [("x", "f4"), ("y", "u1")])["x"],
+    "broadcast scalar": np.broadcast_to(np.float32(2.5), (3, 2)),
+    "broadcast between": np.broadcast_to(np.arange(6).reshape(2, 1, 3), (2, 4, 3)),
+    "broadcast, backwards": np.broadcast_to(np.arange(3), (2, 3))[::-1, ::-1],
+    "broadcast, big-endian": np.broadcast_to(np.array([1, -2], ">i2"), (3, 2)),
+    "broadcast, zero-size": np.broadcast_to(np.zeros((0, 1)), (0, 3)),
+    "repeated, writable": np.lib.stride_tricks.as_strided(np.arange(2.0), (3, 2), (0, 8)),
+    "repeated, writable, backwards": np.lib.stride_tricks.as_strided(
+        np.arange(2.0), (3, 2), (0, 8)
+    )[:, ::-1],
+    "0-d big-endian": np.array(3.5, ">f8"),
+    "int8": np.array([-1], np.int8),
+    "uint32": np.array([0, 2**32 - 1], np.uint32),
+    "complex64": np.array([1 - 2j], np.complex64),
 }
 for name in ("read-only", "big-endian, read-only, backwards"):
     ARRAYS[name].flags.writeable = False
@@ -274,6 +289,59 @@ def test_a_writable_array_is_shared_and_a_read_only_one_is_copied():
     assert array[0] == 1
 
 
+HUGE = 10**6, 10**6
+HUGE_ARRAYS = {
+    "one element": np.broadcast_to(np.float32(1.5), HUGE),
+    "backwards": np.broadcast_to(np.arange(3, dtype=np.float32), (*HUGE, 3))[::-1, :, ::-1],
+    "big-endian": np.broadcast_to(np.array([1.5], ">f4"), HUGE),
+    "first axis": np.broadcast_to(np.arange(2.0)[:, None, None], (2, *HUGE)),
+}
+
+
+@pytest.mark.parametrize("name", HUGE_ARRAYS)
+def test_a_broadcast_array_takes_no_more_memory_than_its_elements(name):
+    array = HUGE_ARRAYS[name]
+    for out in (batch_of(Batched(), array)[0], batch_of(Flat(), array), batch_of(Shared(), array)):
+        assert out.shape == array.shape
+        assert out.untyped_storage().nbytes() <= 16
+        for k in (0, 1, -1):
+            place = (k,) * array.ndim
+            assert out[place].item() == array[place]
+
+
+@pytest.mark.parametrize("dtype", ["u1", ">i2"])
+def test_no_memory_for_a_copy_is_said(dtype):
+    width = np.dtype(dtype).itemsize
+    array = np.lib.stride_tricks.as_strided(np.zeros(1, dtype), (2**60,), (width,), writeable=False)
+    for value in (array, [array]):
+        with pytest.raises(CollateMemoryError, match="no memory for it; give") as raised:
+            collate(of(np.zeros(1), value), SOME, modality="image")
+        where = f"modality 'image', field 'x', item 1: found ndarray {array.dtype} ({2**60},)"
+        assert str(raised.value).startswith(where)
+        assert isinstance(raised.value.__cause__, MemoryError)
+
+
+def test_no_memory_in_the_reference_is_said(monkeypatch):
+    def reduce(*args: Any, **options: Any) -> None:
+        raise MemoryError("none")
+
+    monkeypatch.setattr(reference, "reduce", reduce)
+    with pytest.raises(CollateMemoryError, match="field 'x'"):
+        batch_of(Batched(), ones(2), ones(2, dtype=torch.float64))
+
+
+def test_out_of_memory_on_a_device_passes_through(monkeypatch):
+    own = torch.OutOfMemoryError("none")
+
+    def reduce(*args: Any, **options: Any) -> None:
+        raise own
+
+    monkeypatch.setattr(reference, "reduce", reduce)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        batch_of(Batched(), ones(2), ones(2, dtype=torch.float64))
+    assert raised.value is own
+
+
 BAD_ARRAYS: dict[str, np.ndarray] = {
     "ndarray object (2,)": np.array([1, "a"], object),
     "ndarray <U1 (1,)": np.array(["a"]),
@@ -283,6 +351,8 @@ BAD_ARRAYS: dict[str, np.ndarray] = {
     "ndarray [('a', '<i4')] (2,)": np.zeros(2, [("a", "<i4")]),
     f"ndarray {np.dtype(np.longdouble).name} (2, 3)": np.zeros((2, 3), np.longdouble),
     f"ndarray {np.dtype(np.clongdouble).name} (2,)": np.zeros(2, np.clongdouble),
+    "ndarray |V3 (2,)": np.zeros(2, "V3"),
+    "ndarray object (1000000, 1000000)": np.broadcast_to(np.array(None, object), HUGE),
     "MaskedArray int64 (2,)": np.ma.array([1, 2], mask=[True, False]),
 }
 
@@ -296,6 +366,8 @@ def test_arrays_that_torch_has_no_dtype_for_are_refused(found, field):
             collate(of(np.zeros(2), value), {"x": field}, modality="image")
         where = f"modality 'image', field 'x', item 1: found {found}, which torch can't take"
         assert str(raised.value).startswith(where)
+        advice = "fill or drop its mask" if "Masked" in found else "convert it to a dtype"
+        assert advice in str(raised.value)
         assert (raised.value.field, raised.value.item) == ("x", 1)
 
 
@@ -319,6 +391,104 @@ SOME = {"x": Batched()}
 def test_items_are_any_mappings_in_any_iterable(item, make):
     items = make([item({"x": ones(2)}), {"x": ones(2)}])
     assert collate(items, types.MappingProxyType(SOME))["x"].tolist() == [[1, 1], [1, 1]]
+
+
+class Items:
+    """Iterable, but neither a list nor an iterator."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for value in self.values:
+            if isinstance(value, Exception):
+                raise value
+            yield {"x": value}
+
+
+@pytest.mark.parametrize("error", [TypeError("mine"), KeyError("x"), OSError()], ids=repr)
+def test_what_the_callers_own_iterator_raises_passes_through(error):
+    for make in (lambda: iter(Items(1, error)), lambda: Items(1, error)):
+        for call in (collate, lambda *args: list(collate_groups(*args))):
+            with pytest.raises(type(error)) as raised:
+                call(make(), SOME)
+            assert raised.value is error
+
+
+class Strange(collections.abc.Mapping):
+    """A mapping with the single name "x", whose reading does something."""
+
+    def __init__(self, read: Callable[[], Any], names: Callable[[], list[Any]] | None = None):
+        self.read, self.names = read, names or (lambda: ["x"])
+
+    def __getitem__(self, name: Any) -> Any:
+        return self.read()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return 1
+
+
+def raises(error: Exception) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), TypeError("mine"), OSError()], ids=repr)
+@pytest.mark.parametrize("pin_memory", [False, 0])
+@pytest.mark.parametrize("field", [Batched(), Shared()], ids=str)
+def test_what_a_mapping_raises_passes_through(field, error, pin_memory):
+    for broken in (Strange(lambda: raises(error)), Strange(lambda: 1, lambda: raises(error))):
+        for items in ([broken], [{"x": 1}, broken]):
+            with pytest.raises(type(error)) as raised:
+                collate(items, {"x": field}, pin_memory=pin_memory)
+            assert raised.value is error
+
+
+def test_the_callers_list_may_change_while_it_is_read():
+    items: list[Any] = [{"x": 1}]
+    items += [Strange(lambda: items.clear() or 2), {"x": 3}]
+    assert collate(items, SOME) == {"x": [1, 2, 3]}
+    items = [{"x": 1}]
+    items += [Strange(lambda: items.append({"x": 9}) or 2)]
+    assert collate(items, SOME) == {"x": [1, 2]}
+    items = [{"x": 1}, {"x": 2, "y": 2}]
+    groups = collate_groups(items, {"x": Batched(), "y": Batched()})
+    assert next(groups).batch == {"x": [1]}
+    items.clear()
+    assert [group.batch for group in groups] == [{"x": [2], "y": [2]}]
+
+
+def test_an_item_that_changes_is_an_error_that_says_so():
+    # Equal when the core compares names, not when it reads them.
+    names = iter([["x"], ["y"], ["x"], ["y"]])
+    fields = {"x": Batched(), "y": Batched()}
+    item = Strange(lambda: 1, lambda: next(names))
+    with pytest.raises(CollateValueError, match="one of the items 0 to 1 changed while"):
+        collate([{"x": 1}, item], fields, pin_memory=0)
+    # Unequal whenever the core asks, equal when it is asked why.
+    values = iter([[1], [2], [1]])
+    item = Strange(lambda: next(values))
+    with pytest.raises(CollateValueError, match="one of the items 0 to 1 changed while"):
+        collate([{"x": [1]}, item], {"x": Shared()})
+
+
+@pytest.mark.parametrize("names", [(1, 2), ((1, "a"), b"b"), (1, "a"), (True, None)], ids=str)
+def test_names_need_not_be_strings(names):
+    a, b = names
+    fields = {a: Batched(), b: Flat()}
+    item = {a: ones(2), b: [1]}
+    assert collate([item, item], fields)[b] == [1, 1]
+    with pytest.raises(CollateKeyError) as raised:
+        collate([item, {a: ones(2)}], fields)
+    assert f"lacks [{b!r}]" in str(raised.value)
+    with pytest.raises(CollateKeyError, match="is not declared") as undeclared:
+        collate([item], {a: Batched()})
+    assert raised.value.field == undeclared.value.field == b
+    with pytest.raises(CollateTypeError) as raised:
+        collate([{a: ones(2), b: 1}], fields, modality="image")
+    assert raised.value.field == b
 
 
 def test_nothing_to_collate_is_an_empty_batch():
@@ -381,10 +551,15 @@ class Bad:
     fields: Any = dataclasses.field(default_factory=lambda: SOME)
     field: str | None = "x"
     item: int | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def flat(dim: Any = 0) -> dict[str, Field]:
     return {"x": Flat(dim=dim)}
+
+
+class SubclassOfShared(Shared):
+    pass
 
 
 def no_item(what: Any, found: str) -> Bad:
@@ -394,7 +569,22 @@ def no_item(what: Any, found: str) -> Bad:
 
 def no_kind(what: Any) -> Bad:
     says = (f"declared as {what!r}", "expected one of Batched, Flat, Shared", "keep_on_cpu=True")
+    if what is Batched:
+        says += (f"use {what.__name__}()",)
     return Bad(of(ones(2), ones(2)), CollateTypeError, says, fields={"x": what})
+
+
+def no_target(*says: str, error: type[MMCollateError] = CollateRuntimeError, **options: Any) -> Bad:
+    # Of two shapes if there is a device, so that nothing but the copy fails. The second would be
+    # blamed if the target were not.
+    second = ones(3).requires_grad_() if "device" in options else RECORDED
+    says = ("found float32 (2,), float32 ", "; torch can't use ", *says)
+    return Bad(of(ones(2), second), error, says, options=options)
+
+
+def no_modality(what: Any, found: str) -> Bad:
+    says = (f"the modality is {found}, expected a string or None; collate_groups() takes",)
+    return Bad(of(1), CollateTypeError, says, field=None, options={"modality": what})
 
 
 def no_items(what: Any, *says: str) -> Bad:
@@ -412,6 +602,12 @@ def no_plain_data(leaf: torch.Tensor, *says: str, beside: tuple[Any, ...] = ()) 
     return Bad(of(*beside, leaf, leaf), CollateRuntimeError, says, fields=fields, item=item)
 
 
+class Evil:
+    @property
+    def shape(self) -> None:
+        raise OSError("no shape")
+
+
 SPARSE = ones(2, 3).to_sparse()
 RAGGED = [ones(2), ones(3)]
 STRIDED_NESTED = quietly(torch.nested.nested_tensor, RAGGED)
@@ -420,6 +616,7 @@ QUANTISED = quietly(torch.quantize_per_tensor, ones(3), 0.1, 0, torch.qint8)
 RECORDED = ones(2).requires_grad_()
 
 BAD: dict[str, Bad] = {
+    "an item that raises when it is looked at": no_item(Evil(), "Evil"),
     "an item None": no_item(None, "NoneType"),
     "an item list": no_item([1, 2], "list of 2"),
     "an item string": no_item("ab", "str"),
@@ -431,7 +628,24 @@ BAD: dict[str, Bad] = {
     "a value None beside a tensor": Bad(
         of(ones(2, 3), None),
         CollateTypeError,
-        ("found NoneType", "item 0 has float32 (2, 3)", "one form"),
+        ("found NoneType", "item 0 is float32 (2, 3)", "one form"),
+        flat(),
+        item=1,
+    ),
+    "a value number beside a tensor and a list": Bad(
+        of(ones(2, 3), [1], np.float32(2)),
+        CollateTypeError,
+        ("found numpy.float32", "item 0 is float32 (2, 3)", "one form"),
+        flat(),
+        item=2,
+    ),
+    "a value that raises when it is looked at": Bad(
+        of(Evil(), [1]), CollateTypeError, ("found Evil; a flat field takes",), flat(), item=0
+    ),
+    "a scalar tensor beside a list": Bad(
+        of([1], ones()),
+        CollateTypeError,
+        ("found float32 (), without a dimension",),
         flat(),
         item=1,
     ),
@@ -495,6 +709,20 @@ BAD: dict[str, Bad] = {
         flat(None),
         item=0,
     ),
+    "a dimension bool": Bad(
+        of(ones(2, 2), ones(2, 2)),
+        CollateTypeError,
+        ("dim is True", "expected an int"),
+        flat(True),
+        item=0,
+    ),
+    "fewer dimensions, with numpy's int": Bad(
+        of(ones(2, 3), ones(2)),
+        CollateIndexError,
+        ("found float32 (2,)", "expected 2 dimensions", "reshape"),
+        flat(np.int64(0)),
+        item=1,
+    ),
     "a dimension of lists": Bad(
         of([1], [2]), CollateValueError, ("found list of 1", "dim=0 only"), flat(1), item=0
     ),
@@ -507,9 +735,33 @@ BAD: dict[str, Bad] = {
     "dtypes that torch won't cast": Bad(
         of(ones(2, dtype=torch.int32), ones(3)),
         CollateTypeError,
-        ("found float32 (3,)", "item 0 is int32 (2,)", "one dtype"),
+        ("found float32 (3,), which torch can't cast", "item 0 is int32 (2,)", "one dtype"),
         flat(),
         item=1,
+    ),
+    "a dtype that torch won't cast after one that it does": Bad(
+        of(ones(2), ones(2, dtype=torch.float64), ones(2, dtype=torch.complex64)),
+        CollateTypeError,
+        ("found complex64 (2,), which torch can't cast", "item 0 is float32 (2,)", "one dtype"),
+        item=2,
+    ),
+    "integers, then a number with a fraction": Bad(
+        of(*(ones(2, dtype=dtype) for dtype in (torch.int64, torch.int8, torch.bool)), ones(2)),
+        CollateTypeError,
+        ("found float32 (2,), which torch can't cast", "item 0 is int64 (2,)", "one dtype"),
+        item=3,
+    ),
+    "dtypes that torch won't join": Bad(
+        of(ones(2, dtype=torch.uint16), ones(2, dtype=torch.int32)),
+        CollateRuntimeError,
+        ("found int32 (2,), which torch can't cast", "item 0 is uint16 (2,)", "one dtype"),
+        item=1,
+    ),
+    "a gradient after another dtype": Bad(
+        of(ones(2), ones(2, dtype=torch.float64), RECORDED),
+        CollateRuntimeError,
+        ("found float32 (2,)", "requires grad", "detach it or use torch.no_grad()"),
+        item=2,
     ),
     "a gradient": Bad(
         of(ones(2), RECORDED),
@@ -520,10 +772,35 @@ BAD: dict[str, Bad] = {
     "shared values that differ": Bad(
         of(torch.arange(2), torch.arange(2), torch.arange(3)),
         CollateValueError,
-        ("int64 (3,)", "not equal to item 1's", "collate_groups()"),
+        ("int64 (3,)", "not equal to item 1's, int64 (2,)", "collate_groups()"),
         {"x": Shared()},
         item=2,
     ),
+    "no mapping, and pin_memory no bool": dataclasses.replace(
+        no_item(None, "NoneType"), options={"pin_memory": 0}
+    ),
+    "a device of no kind": no_target("device='foo' here; pass one that", device="foo"),
+    "a device number": no_target("device=1.5", device=1.5, error=CollateTypeError),
+    "pin_memory string": no_target(
+        "pin_memory='yes' here; pass False", pin_memory="yes", error=CollateTypeError
+    ),
+    "keep_on_cpu array": Bad(
+        of(ones(2), ones(3)),
+        CollateValueError,
+        ("found float32 (2,), float32 (3,); keep_on_cpu is ndarray float64 (2,), expected a bool",),
+        {"x": Batched(keep_on_cpu=np.ones(2))},
+    ),
+    "too little memory for the batch": Bad(
+        # More than there are addresses, wherever memory is promised freely.
+        of(*[ones(1).expand(2**29, 2**29)] * 2),
+        CollateRuntimeError,
+        (
+            "found float32 (536870912, 536870912), ",
+            "no memory for their batch, give fewer or smaller",
+        ),
+    ),
+    "a modality number": no_modality(3, "int"),
+    "a modality list": no_modality(["image"], "list of 1"),
     "sparse": no_plain_data(SPARSE, "float32 (2, 3)", "sparse_coo", "to_dense()"),
     "sparse beside dense": no_plain_data(
         SPARSE, "float32 (2, 3)", "sparse_coo", "to_dense()", beside=(ones(2, 3),)
@@ -546,8 +823,10 @@ BAD: dict[str, Bad] = {
     ),
     "a kind string": no_kind("batched"),
     "a kind class": no_kind(Batched),
+    "a kind of another class": no_kind(int),
     "a kind None": no_kind(None),
     "a kind base": no_kind(Field()),
+    "a kind of a subclass": no_kind(SubclassOfShared()),
     "fields list": no_fields([Batched()]),
     "fields string": no_fields("x"),
     "fields kind": no_fields(Batched()),
@@ -562,6 +841,7 @@ BUILT_IN = {
     CollateValueError: ValueError,
     CollateKeyError: KeyError,
     CollateIndexError: IndexError,
+    CollateMemoryError: MemoryError,
     CollateRuntimeError: RuntimeError,
 }
 
@@ -570,13 +850,15 @@ BUILT_IN = {
 def test_refuses_and_says_where_what_and_what_to_do(name):
     bad = BAD[name]
     with pytest.raises(MMCollateError) as raised:
-        quietly(collate, bad.items, bad.fields, modality="image")
+        quietly(collate, bad.items, bad.fields, **{"modality": "image", **bad.options})
     error = raised.value
     own = str(error).partition(" (the reference raised ")[0]
     assert type(error) is bad.error
     assert isinstance(error, BUILT_IN[bad.error])
-    assert (error.modality, error.field, error.item) == ("image", bad.field, bad.item), own
-    assert own.startswith(errors.where("image", bad.field, bad.item))
+    assert (error.field, error.item) == (bad.field, bad.item), own
+    if "modality" not in bad.options:
+        assert error.modality == "image"
+        assert own.startswith(errors.where("image", bad.field, bad.item))
     assert [words for words in bad.says if words not in own] == [], own
     # torch's own text may be a dump of its dispatch tables.
     assert len(str(error)) < 1000
@@ -606,6 +888,113 @@ def test_modalities_of_another_length_are_refused(modalities):
         list(collate_groups(of(1, 2), SOME, modalities=modalities))
 
 
+NO_ACCELERATOR = not torch.accelerator.is_available()
+
+
+@pytest.mark.skipif(not NO_ACCELERATOR, reason="for a torch without an accelerator")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"device": "cuda"}, "device='cuda'"),
+        ({"device": 7}, "device=7"),
+        ({"device": "cuda", "pin_memory": True}, "device='cuda'"),
+        ({"pin_memory": True}, "pin_memory=True"),
+    ],
+    ids=str,
+)
+def test_a_target_that_is_not_here_is_blamed_alone(options, says):
+    items = of(ones(2), ones(2, dtype=torch.float64))
+    with pytest.raises(MMCollateError, match=f"torch can't use {says} here; pass") as raised:
+        collate(items, SOME, **options)
+    assert raised.value.item is None
+    # What stays on the host is none of its business.
+    assert collate(items, {"x": Batched(keep_on_cpu=True)}, **options)["x"].shape == (2, 2)
+
+
+@pytest.mark.parametrize("bad", [3, ones(2), ["a"]], ids=errors.describe)
+def test_modalities_are_strings(bad):
+    with pytest.raises(CollateTypeError) as raised:
+        next(collate_groups(of(1, 2), SOME, modalities=["image", bad]))
+    says = f"item 1: the modality is {errors.describe(bad)}, expected a string or None"
+    assert str(raised.value) == says
+    assert raised.value.item == 1
+
+
+class Incomparable:
+    def __eq__(self, other: object) -> bool:
+        raise OSError("no ==")
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize("pin_memory", [False, 0])
+def test_a_comparison_that_raises_names_the_pair_and_the_field(pin_memory):
+    odd = Incomparable()
+    fields = {"a": Shared(), "b": Shared(), "c": Shared(), "d": Batched()}
+    same = {"a": 1, "b": [1], "d": 0}
+    items = [{**same, "c": c} for c in ("x", "y", "y", "y", odd)]
+    groups = collate_groups(items, fields, modalities=["i", *["v"] * 4], pin_memory=pin_memory)
+    assert next(groups).num_items == 1
+    with pytest.raises(CollateRuntimeError) as raised:
+        next(groups)
+    says = "modality 'v', field 'c', item 4: found Incomparable, which can't be compared with item"
+    assert str(raised.value).startswith(f"{says} 3's str; give shared values")
+    assert (raised.value.modality, raised.value.field, raised.value.item) == ("v", "c", 4)
+    assert type(raised.value.__cause__) is OSError
+    # The first that is unequal ends the comparison, as in the reference.
+    items[4]["a"] = 2
+    assert [group.num_items for group in collate_groups(items[1:], fields)] == [3, 1]
+    assert list(reference.group_bounds(items[1:], fields)) == [(0, 3), (3, 4)]
+
+
+def test_dicts_of_arrays_cannot_be_shared():
+    with pytest.raises(CollateValueError, match="field 'x', item 1: found dict, which can't be"):
+        batch_of(Shared(), {"a": np.zeros(2)}, {"a": np.zeros(2)})
+
+
+def test_of_two_shared_arrays_the_one_that_differs_is_named():
+    fields = {"a": Shared(), "b": Shared(), "c": Shared()}
+    same = {"a": np.zeros(2), "b": [np.zeros(2)]}
+    with pytest.raises(CollateValueError) as raised:
+        collate([{**same, "c": np.zeros(2)}, {**same, "c": np.ones(2)}], fields)
+    assert str(raised.value).startswith("field 'c', item 1: the shared value, float64 (2,), is not")
+    with pytest.raises(CollateValueError, match="field 'b', item 1: the shared value, list of 1"):
+        collate([{**same, "c": 1}, {**same, "b": [np.ones(2)], "c": 2}], fields)
+
+
+def test_a_comparison_reads_shared_values_only(monkeypatch):
+    seen = []
+    normalize = collation._normalize
+    monkeypatch.setattr(
+        collation, "_normalize", lambda *args: seen.append(args) or normalize(*args)
+    )
+    fields = {"x": Batched(), "s": Shared()}
+    left, right = {"x": np.zeros(2), "s": np.ones(2)}, {"x": np.zeros(2), "s": np.ones(2)}
+    assert collation._can_batch(left, right, fields, collation._Context(None, 3), 7)
+    assert [(name, index) for _, name, index, _ in seen] == [("s", 6), ("s", 7)]
+
+
+@pytest.mark.parametrize(
+    ("leaves", "says"),
+    [
+        ([ones(2, 3), ones(2)], "expected 2 dimensions as item 3 has"),
+        ([ones(2, 3), None], "item 3 is float32 (2, 3); give all items one form"),
+        ([ones(2, dtype=torch.int8), ones(2)], "item 3 is int8 (2,); give all items one dtype"),
+        ([ones(2), ones(2, device="meta")], "item 3 is float32 (2,); move them"),
+        ([ones(2), fake(2)], "item 3 is float32 (2,); give all items one type"),
+    ],
+)
+def test_errors_of_later_groups_compare_with_the_groups_first_item(leaves, says):
+    items = of([1], [2], [3], *leaves)
+    groups = collate_groups(items, flat(), modalities=["i", "i", "i", "v", "v"])
+    assert next(groups).num_items == 3
+    with pytest.raises(MMCollateError) as raised:
+        next(groups)
+    assert raised.value.item == 4
+    assert says in str(raised.value)
+    assert "item 0" not in str(raised.value)
+
+
 @pytest.mark.parametrize("bad", [np.array(["a"]), 5], ids=["unreadable", "refused by the kind"])
 def test_errors_of_later_groups_name_the_items_as_they_were_given(bad):
     items = [*of([1], [2], [3], [4]), {"x": bad}]
@@ -621,6 +1010,21 @@ def test_plain_items_without_fields_are_refused():
     pytest.importorskip("vllm", reason="without fields, items are vLLM's; needs vLLM")
     with pytest.raises(CollateTypeError, match="fields"):
         collate(of(ones(2), ones(2)))
+
+
+def test_of_vllms_items_the_exceptions_are_vllms_own():
+    inputs = pytest.importorskip("vllm.multimodal.inputs", reason="needs vLLM")
+    field = inputs.MultiModalFlatField(slices=[])
+    items = [
+        inputs.MultiModalKwargsItem({"x": inputs.MultiModalFieldElem(leaf, field)})
+        for leaf in (ones(2, 3), None)
+    ]
+    for call in (collate, lambda items: list(collate_groups(items))):
+        with pytest.raises(TypeError) as raised:
+            call(items)
+        assert type(raised.value) is TypeError
+        notes = getattr(raised.value, "__notes__", ["field 'x', item 1"])
+        assert any("field 'x', item 1" in note for note in notes)
 
 
 # Whose memory it is

@@ -13,10 +13,11 @@
 """
 
 from mmcollate._core import __version__
-from mmcollate.collation import Group, collate, collate_groups
+from mmcollate.collation import Group, collate, collate_groups, stage
 from mmcollate.errors import (
     CollateIndexError,
     CollateKeyError,
+    CollateMemoryError,
     CollateRuntimeError,
     CollateTypeError,
     CollateValueError,
@@ -24,12 +25,15 @@ from mmcollate.errors import (
 )
 from mmcollate.explanation import FieldPlan, GroupPlan, Plan, explain
 from mmcollate.fields import Batched, Field, Flat, Shared
+from mmcollate.staging import ArenaStats, Staged, arena_stats, detach, retained_bytes, trim
 from mmcollate.stats import reset_stats, stats
 
 __all__ = [
+    "ArenaStats",
     "Batched",
     "CollateIndexError",
     "CollateKeyError",
+    "CollateMemoryError",
     "CollateRuntimeError",
     "CollateTypeError",
     "CollateValueError",
@@ -41,10 +45,16 @@ __all__ = [
     "MMCollateError",
     "Plan",
     "Shared",
+    "Staged",
     "__version__",
+    "arena_stats",
     "collate",
     "collate_groups",
+    "detach",
     "explain",
     "reset_stats",
+    "retained_bytes",
+    "stage",
     "stats",
+    "trim",
 ]

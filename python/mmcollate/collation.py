@@ -1,15 +1,17 @@
 """collate(): items to batch."""
 
+import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from mmcollate import _core, config, errors, reference
+from mmcollate import _core, config, errors, reference, staging
+from mmcollate.backends import Backend
 from mmcollate.fields import Batched, Field, Flat, Shared
 from mmcollate.torch_modes import only_device_contexts
 
@@ -36,31 +38,83 @@ def collate(
     """Makes one batch of items.
 
     Args:
-        items: Mappings from field name to value, all with the same names. A value is a tensor of
-            any dtype and shape, a numpy array (taken as the tensor of the same values), a number,
-            a string, ``None``, or a list of such.
+        items: Mappings from field name to value, all with the same names, in any iterable. A
+            value is a tensor of any dtype and shape, a numpy array (taken as the tensor of the
+            same values), a number, a string, ``None``, or a list or tuple of such.
         fields: What each named field is. ``None`` for vLLM's ``MultiModalKwargsItem``, which
             carry their fields.
-        device: Where the tensors go, copied without blocking, but for fields that are kept on the
-            CPU; ``None`` leaves every tensor where it is.
-        pin_memory: Whether such copies go through pinned memory.
+        device: Where the tensors go, copied without blocking; fields that are kept on the CPU go
+            there instead. ``None`` leaves every tensor where it is.
+        pin_memory: Whether copies to a device go through pinned memory. Without a device: whether
+            fresh tensors of fields that are not kept on the CPU are pinned.
         modality: Named in errors.
 
     Returns:
-        From field name, in the first item's order, to that field's batch. Tensors are fresh and
-        contiguous, but for these, which are the items' own memory: the batch of one item (a view
-        if batched, the tensor itself if flat), shared fields, and the elements of lists.
+        From field name, in the first item's order, to that field's batch. Stacked and joined
+        tensors are fresh and contiguous. Not fresh, unless the device made a copy necessary, are
+        the batch of one item (a view if batched, the tensor itself if flat), shared fields (the
+        first item's value), and the elements of lists. The memory of a numpy array is used as it
+        is where torch can use it.
 
     Raises:
-        MMCollateError: The items do not fit together; see its subclasses. No item was changed,
-            and the next call works.
+        MMCollateError: The items do not fit together; see its subclasses. Its cause is what torch
+            raised, if it did. No item was changed, and the next call works.
+        torch.OutOfMemoryError: torch's own, unchanged.
+        Exception: Of vLLM's items, vLLM's own, with a note (Python 3.11 on) if it is a field that
+            fails. Of others, what the caller's own mappings or iterator raise when they are read.
     """
+    batch, plan = _one_batch(items, fields, device, pin_memory, modality)
+    if plan is not None:
+        plan.send(batch)
+    return batch
+
+
+def stage(
+    items: Sequence[Item],
+    fields: Mapping[str, Field] | None = None,
+    *,
+    device: Any = None,
+    modality: str | None = None,
+) -> staging.Staged:
+    """Does the half of :func:`collate` that the host does: what is bound for the device is gathered
+    into pinned memory, and ready to be copied.
+
+    Args:
+        items: As for :func:`collate`.
+        fields: As for :func:`collate`.
+        device: Where the batch will go; torch's current accelerator if ``None``.
+        modality: As for :func:`collate`.
+
+    Returns:
+        The batch on its way; its method ``to()`` starts the copies.
+
+    Raises:
+        CollateValueError: There is no such device here.
+        MMCollateError: As for :func:`collate`.
+    """
+    backend = staging.staged_to(device)
+    batch, plan = _one_batch(items, fields, backend if device is None else device, True, modality)
+    return staging.Staged(batch, backend, plan)
+
+
+def _one_batch(
+    items: Sequence[Item],
+    fields: Mapping[str, Field] | None,
+    device: Any,
+    pin_memory: bool,
+    modality: str | None,
+) -> tuple[dict[str, Any], staging.Bound | None]:
+    """The batch, and what of it is bound for the device and not there yet."""
+    _check_modality(modality)
     sequence = _as_list(items, modality)
     if not sequence:
-        return {}
+        return {}, None
     core, known = _core_and_fields(fields, sequence, modality)
     context = _Context(modality, 0)
-    end, batch = core.next_group(sequence, 0, len(sequence), known, device, pin_memory, context)
+    backend = staging.backend_for(device, pin_memory)
+    end, batch, plan = core.next_group(
+        sequence, 0, len(sequence), known, device, pin_memory, context, backend is not None
+    )
     if end < len(sequence):
         if known is None:
             raise errors.CollateValueError(
@@ -69,8 +123,18 @@ def collate(
                 modality=modality,
                 item=end,
             )
-        raise errors.not_one_batch(sequence, end, known, modality)
-    return _or_reference(batch, sequence, device, pin_memory)
+        raise _apart(sequence[end - 1], sequence[end], known, context, end)
+    if batch is None:
+        return _of_reference(sequence, known, device, pin_memory, context), None
+    return batch, _bound(plan, backend, known)
+
+
+def _bound(
+    plan: _core.DevicePlan | None, backend: Backend | None, fields: dict[str, Field] | None
+) -> staging.Bound | None:
+    if plan is None or backend is None:
+        return None
+    return staging.Bound(plan, backend, _outlives(fields))
 
 
 def collate_groups(
@@ -84,7 +148,8 @@ def collate_groups(
     """Makes batches of consecutive items that fit together; lazily.
 
     Neighbours are in one group if they have the same modality, the same names, and equal values
-    of shared fields. Each group is collated when it is asked for, and nothing before the first.
+    of shared fields; vLLM's items, if they have the same modality and vLLM would batch them. Each
+    group is collated when it is asked for, and nothing before the first.
 
     Args:
         items: As for :func:`collate`.
@@ -97,18 +162,27 @@ def collate_groups(
         ``(modality, num_items, batch)``, in the items' order.
 
     Raises:
-        MMCollateError: As for :func:`collate`, when the group is asked for.
+        MMCollateError: As for :func:`collate`, when the group is asked for; what is wrong with
+            the arguments, when the first is.
+        torch.OutOfMemoryError: As for :func:`collate`.
+        Exception: As for :func:`collate`.
     """
     sequence = _as_list(items, None)
     core, known = _core_and_fields(fields, sequence, None)
+    backend = staging.backend_for(device, pin_memory)
     for modality, first, stop in _runs(sequence, modalities):
         start = first
         while start < stop:
-            end, batch = core.next_group(
-                sequence, start, stop, known, device, pin_memory, _Context(modality, start)
+            context = _Context(modality, start)
+            end, batch, plan = core.next_group(
+                sequence, start, stop, known, device, pin_memory, context, backend is not None
             )
-            group = sequence[start:end]
-            yield Group(modality, end - start, _or_reference(batch, group, device, pin_memory))
+            if batch is None:
+                group = sequence[start:end]
+                batch = _of_reference(group, known, device, pin_memory, context)
+            if (bound := _bound(plan, backend, known)) is not None:
+                bound.send(batch)
+            yield Group(modality, end - start, batch)
             start = end
 
 
@@ -123,13 +197,17 @@ def explained_groups(
     ``None`` where the reference would take the whole group."""
     sequence = _as_list(items, None)
     core, known = _core_and_fields(fields, sequence, None)
+    backend = staging.backend_for(device, pin_memory)
     for modality, first, stop in _runs(sequence, modalities):
         start = first
         while start < stop:
-            end, plan = core.explain_group(
-                sequence, start, stop, known, device, pin_memory, _Context(modality, start)
+            context = _Context(modality, start)
+            end, rows, plan = core.explain_group(
+                sequence, start, stop, known, device, pin_memory, context, backend is not None
             )
-            yield modality, sequence[start:end], plan
+            if rows is not None and (bound := _bound(plan, backend, known)) is not None:
+                rows = bound.explained(rows)
+            yield modality, sequence[start:end], rows
             start = end
 
 
@@ -148,11 +226,25 @@ def _runs(
         raise errors.CollateValueError(
             f"{len(modalities)} modalities for {len(items)} items; give one for each"
         )
+    modalities = list(modalities)
+    for index, modality in enumerate(modalities):
+        _check_modality(modality, index)
     start = 0
     for modality, run in groupby(modalities):
         stop = start + len(list(run))
         yield modality, start, stop
         start = stop
+
+
+def _check_modality(modality: Any, index: int | None = None) -> None:
+    if modality is None or isinstance(modality, str):
+        return
+    where = "" if index is None else f"item {index}: "
+    many = "; collate_groups() takes one for each item" if index is None else ""
+    raise errors.CollateTypeError(
+        f"{where}the modality is {errors.describe(modality)}, expected a string or None{many}",
+        item=index,
+    )
 
 
 def _as_list(items: Sequence[Item], modality: str | None) -> list[Item]:
@@ -163,13 +255,15 @@ def _as_list(items: Sequence[Item], modality: str | None) -> list[Item]:
             modality=modality,
         )
     try:
-        return items if type(items) is list else list(items)
+        iterator = iter(items)
     except TypeError as error:
         raise errors.CollateTypeError(
             f"{errors.where(modality, None)}: found {type(items).__name__}, expected a sequence of"
             " items",
             modality=modality,
         ) from error
+    # A copy, also of a list: reading a mapping may run code that changes the caller's.
+    return list(iterator)
 
 
 class _Context(NamedTuple):
@@ -206,12 +300,23 @@ def _core_and_fields(
     return collator(), fields if type(fields) is dict else dict(fields)
 
 
-def _or_reference(
-    batch: dict[str, Any] | None, group: Sequence[Any], device: Any, pin_memory: bool
+def _outlives(fields: dict[str, Field] | None) -> Callable[[Any], bool]:
+    """Whether a field's batch may be kept when the others are gone."""
+    if fields is None:
+        return staging.is_embeds
+    return lambda name: fields[name].outlives_batch or staging.is_embeds(name)
+
+
+def _of_reference(
+    group: Sequence[Any],
+    fields: dict[str, Field] | None,
+    device: Any,
+    pin_memory: bool,
+    context: _Context,
 ) -> dict[str, Any]:
-    """Items of a class that the core does not know: vLLM's own function, for vLLM's items."""
-    if batch is not None:
-        return batch
+    """The batch of items that the core can't read: vLLM's own function, for vLLM's items."""
+    if fields is not None:
+        raise errors.changed(context.modality, context.start, context.start + len(group) - 1)
     from mmcollate.integrations import vllm
 
     return vllm.originals()._batch_mm_items(group, device=device, pin_memory=pin_memory)
@@ -265,8 +370,11 @@ def _reduce(
     modality, start = context
     if type(field) not in (Batched, Flat, Shared):
         raise errors.unknown_kind(modality, name, field)
+    reduce = functools.partial(reference.reduce, field, leaves)
     try:
-        return reference.reduce(field, leaves, device=device, pin_memory=pin_memory)
+        if isinstance(device, Backend):
+            return device.reference(reduce, keep_on_cpu=field.keep_on_cpu, pin_memory=pin_memory)
+        return reduce(device=device, pin_memory=pin_memory)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -281,24 +389,50 @@ def _reduce(
         ) from error
 
 
-def _can_batch(left: Item, right: Item, fields: dict[str, Field], context: _Context) -> bool:
-    modality, start = context
+def _can_batch(
+    left: Item, right: Item, fields: dict[str, Field], context: _Context, at: int
+) -> bool:
+    """:func:`reference.can_batch`, with errors that name the field and item ``at``, the right."""
+    # Under a torch mode the core asks before it has read the right item.
+    if not isinstance(right, Mapping):
+        raise errors.unreadable("not_a_mapping", right, at, None, context)
+    if set(left) != set(right):
+        return False
+    return _first_unequal(left, right, fields, context, at) is None
 
-    def normalized(item: Item) -> dict[str, Any]:
-        return {name: _normalize(value, name, start, context) for name, value in item.items()}
 
-    try:
-        return reference.can_batch(normalized(left), normalized(right), fields)
-    except (errors.MMCollateError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        for name, field in fields.items():
-            if isinstance(field, Shared) and name in left and name in right:
-                pair = [left[name], right[name]]
-                raise errors.of_field(
-                    error, modality=modality, name=name, field=field, leaves=pair, start=start
-                ) from error
-        raise
+def _first_unequal(
+    left: Item, right: Item, fields: dict[str, Field], context: _Context, at: int
+) -> tuple[str, Any, Any] | None:
+    """The first shared field whose values differ, with the values; compares no further."""
+    for name in left:
+        if not isinstance(fields.get(name), Shared):
+            continue
+        a = _normalize(left[name], name, at - 1, context)
+        b = _normalize(right[name], name, at, context)
+        try:
+            equal = reference.values_equal(a, b)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise errors.incomparable(
+                error, modality=context.modality, name=name, left=a, right=b, at=at
+            ) from error
+        if not equal:
+            return name, a, b
+    return None
+
+
+def _apart(
+    left: Item, right: Item, fields: dict[str, Field], context: _Context, at: int
+) -> errors.MMCollateError:
+    """Why items ``at - 1`` and ``at`` are not in one batch."""
+    if set(left) != set(right):
+        return errors.unlike_names(left, right, at, fields, context.modality)
+    unequal = _first_unequal(left, right, fields, context, at)
+    if unequal is None:
+        return errors.changed(context.modality, at - 1, at)
+    return errors.unlike_values(*unequal, at, context.modality)
 
 
 def _normalize(value: Any, name: str, index: int, context: _Context) -> Any:
@@ -321,20 +455,40 @@ def _normalize(value: Any, name: str, index: int, context: _Context) -> Any:
         return value if same else type(value)(inner)
     if not isinstance(value, numpy.ndarray):
         return value
+    masked = isinstance(value, numpy.ma.MaskedArray)
     try:
-        if isinstance(value, numpy.ma.MaskedArray):
-            raise TypeError("a masked array; fill or drop its mask first")
-        if not value.dtype.isnative:
-            value = value.astype(value.dtype.newbyteorder("="))
-        elif not value.flags.writeable or any(stride < 0 for stride in value.strides):
-            # torch has neither read-only tensors nor negative strides.
-            value = value.copy()
-        return torch.from_numpy(numpy.asarray(value))
-    except (TypeError, ValueError) as error:
-        raise errors.CollateTypeError(
-            f"{errors.where(modality, name, index)}: found {errors.describe(value)}, which torch"
-            f" can't take ({error})",
+        if masked:
+            raise TypeError("it has a mask")
+        return _as_tensor(numpy.asarray(value))
+    except MemoryError as error:
+        raise errors.CollateMemoryError(
+            f"{errors.where(modality, name, index)}: found {errors.describe(value)}, which has to"
+            f" be copied, and there is no memory for it; give a smaller array, or one that torch"
+            f" can use as it is: writable, of native byte order and positive strides ({error})",
             modality=modality,
             field=name,
             item=index,
         ) from error
+    except (TypeError, ValueError) as error:
+        advice = "fill or drop its mask first" if masked else "convert it to a dtype that torch has"
+        raise errors.CollateTypeError(
+            f"{errors.where(modality, name, index)}: found {errors.describe(value)}, which torch"
+            f" can't take; {advice} ({error})",
+            modality=modality,
+            field=name,
+            item=index,
+        ) from error
+
+
+def _as_tensor(array: Any) -> torch.Tensor:
+    """The numpy array's own memory where torch can use it, else a copy."""
+    # torch has no read-only tensors: writing to one would write to the array.
+    if array.flags.writeable:
+        # Refused: foreign byte order, strides that are negative or no whole number of elements.
+        with contextlib.suppress(ValueError):
+            return torch.from_numpy(array)
+    # Where the stride is 0, one element stands for as many as the shape says, maybe terabytes.
+    once = (slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)
+    held = array[(..., *once)]
+    copied = held.astype(held.dtype.newbyteorder("="), order="C")
+    return torch.from_numpy(copied).expand(array.shape)

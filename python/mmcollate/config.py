@@ -18,6 +18,46 @@ def verify() -> bool:
     return is_set("MMCOLLATE_VERIFY")
 
 
+def debug() -> bool:
+    """``MMCOLLATE_DEBUG``: slots of the arena are filled with a pattern while they are free, and
+    checked when they are used again; slow."""
+    return is_set("MMCOLLATE_DEBUG")
+
+
+def strict_pin() -> bool:
+    """``MMCOLLATE_STRICT_PIN``: an error where memory can't be pinned, not a slower way."""
+    return is_set("MMCOLLATE_STRICT_PIN")
+
+
+def pinned_max() -> int:
+    """``MMCOLLATE_PINNED_MAX_MB``: most memory, in bytes, that is pinned for each device; 64 MiB if
+    unset. 0 pins none."""
+    return _mib("MMCOLLATE_PINNED_MAX_MB", 64)
+
+
+def staging_chunk() -> int:
+    """``MMCOLLATE_STAGING_CHUNK_MB``: bytes of one slot, and so of one copy to the device; 4 MiB if
+    unset."""
+    return max(_mib("MMCOLLATE_STAGING_CHUNK_MB", 4), 4096)
+
+
+def check() -> None:
+    """Raises ``ValueError`` if a variable can't be read."""
+    pinned_max()
+    staging_chunk()
+
+
+def _mib(name: str, default: float) -> int:
+    text = os.environ.get(name, "").strip()
+    try:
+        value = float(text) if text else default
+        if not 0 <= value < 2**40:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}, expected a number of MiB, 0 or more") from None
+    return int(value * 2**20)
+
+
 def skip_exchange_table() -> bool:
     """``MMCOLLATE_SKIP_EXCHANGE_TABLE``: read tensors through Python attributes."""
     return is_set("MMCOLLATE_SKIP_EXCHANGE_TABLE")

@@ -1,8 +1,8 @@
 """What goes wrong, said so that it can be mended: modality, field, item, shape, dtype, advice."""
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 
@@ -42,7 +42,7 @@ class CollateValueError(MMCollateError, ValueError):
 
 
 class CollateKeyError(MMCollateError, KeyError):
-    """A field is missing, or not declared."""
+    """A field is missing or not declared, or a value's own code raised a ``KeyError``."""
 
 
 class CollateIndexError(MMCollateError, IndexError):
@@ -51,6 +51,11 @@ class CollateIndexError(MMCollateError, IndexError):
 
 class CollateRuntimeError(MMCollateError, RuntimeError):
     """torch refused an operation."""
+
+
+class CollateMemoryError(MMCollateError, MemoryError):
+    """Python or numpy had no memory. torch's own complaint becomes a :class:`CollateRuntimeError`,
+    or passes through as ``torch.OutOfMemoryError``."""
 
 
 class VerificationError(MMCollateError, AssertionError):
@@ -63,11 +68,19 @@ _BY_CAUSE: tuple[tuple[type[Exception], type[MMCollateError]], ...] = (
     (TypeError, CollateTypeError),
     (ValueError, CollateValueError),
     (AssertionError, CollateValueError),
+    (MemoryError, CollateMemoryError),
 )
 
 
 def describe(value: object) -> str:
-    """A value in a few words: ``float32 (3, 4)``, ``list of 2``, ``NoneType``."""
+    """A value in a few words: ``float32 (3, 4)``, ``list of 2``, ``NoneType``; never raises."""
+    try:
+        return _described(value)
+    except Exception:  # the value's own code, which must not hide what is to be said of it
+        return type(value).__name__
+
+
+def _described(value: object) -> str:
     if isinstance(value, torch.Tensor):
         kind = "" if type(value) is torch.Tensor else f"{type(value).__name__} of "
         place = "" if value.device.type == "cpu" else f" on {value.device}"
@@ -81,6 +94,8 @@ def describe(value: object) -> str:
         return f"{type(value).__name__} of {len(value)}"
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is not None and dtype is not None:
+        if type(value).__name__ == str(dtype):
+            return f"numpy.{dtype}"
         return f"{type(value).__name__} {dtype} {shape}"
     return type(value).__name__
 
@@ -95,43 +110,42 @@ def where(modality: str | None, name: object, item: int | None = None) -> str:
     return ", ".join(parts) or "items"
 
 
-def diagnose(field: object, leaves: Sequence[Any]) -> tuple[int | None, str]:
+def diagnose(field: object, leaves: Sequence[Any], start: int = 0) -> tuple[int | None, str]:
     """The leaf that most likely made the reference raise, and what to do about it.
 
     Args:
         field: The field; one with an attribute ``dim`` is flat.
         leaves: The items' values.
+        start: Index of the item that the first leaf belongs to, for the sentence.
 
     Returns:
         The index of the leaf in ``leaves`` (``None`` if no one stands out), and a sentence.
     """
     try:
-        found = _diagnose(field, leaves)
+        found = _diagnose(field, leaves, start)
     except Exception:  # tensors so strange that they can't be asked; the cause says the rest
         found = None
-    if found is not None:
-        return found
-    some = ", ".join(map(_described, leaves[:3]))
-    return None, f"found {some}{', …' if len(leaves) > 3 else ''}"
+    return found or (None, _found(leaves))
 
 
-def _described(value: object) -> str:
-    try:
-        return describe(value)
-    except Exception:
-        return type(value).__name__
+def _found(leaves: Sequence[Any]) -> str:
+    return f"found {', '.join(map(describe, leaves[:3]))}{', …' if len(leaves) > 3 else ''}"
 
 
-def _diagnose(field: object, leaves: Sequence[Any]) -> tuple[int, str] | None:
-    first: Any = leaves[0]
+def _diagnose(field: object, leaves: Sequence[Any], start: int) -> tuple[int, str] | None:
     flat = hasattr(field, "dim")
     dim: Any = getattr(field, "dim", None)
-    if flat and type(dim) is not int:
+    if flat and (isinstance(dim, bool) or not isinstance(dim, SupportsIndex)):
         return 0, f"dim is {dim!r}, expected an int"
-    checks = [_form(first, flat, dim), _place(first), _plainness(first)]
-    if flat and isinstance(first, torch.Tensor) and len(leaves) > 1:
-        checks.append(_dimensions(first, dim))
-    checks.append(_dtype(first))
+    first = _First(start, leaves[0])
+    checks: list[_Check] = []
+    if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        checks += [_place(first), _plainness(first)]
+        if flat and len(leaves) > 1:
+            checks.append(_dimensions(first, dim))
+        checks += [_cast(first), _gradient]
+    elif flat:
+        checks.append(_form(first, dim))
     for check in checks:
         for i, leaf in enumerate(leaves):
             problem = check(leaf)
@@ -140,67 +154,88 @@ def _diagnose(field: object, leaves: Sequence[Any]) -> tuple[int, str] | None:
     return None
 
 
+class _First(NamedTuple):
+    """The first item of the batch, to which the others must fit."""
+
+    item: int
+    leaf: Any
+
+    def __str__(self) -> str:
+        return f"item {self.item} is {describe(self.leaf)}"
+
+
 _Check = Callable[[Any], str]
 
 
-def _form(first: Any, flat: bool, dim: Any) -> _Check:
+def _form(first: _First, dim: int) -> _Check:
     def check(leaf: Any) -> str:
-        if isinstance(leaf, torch.Tensor) != isinstance(first, torch.Tensor):
-            return f" where item 0 has {describe(first)}; give all items one form"
-        if isinstance(leaf, torch.Tensor) or not flat:
-            return ""
-        if not isinstance(leaf, (list, tuple)):
+        if isinstance(leaf, torch.Tensor):
+            return ", without a dimension to join along" if leaf.dim() == 0 else ""
+        if not isinstance(leaf, Iterable):
+            if isinstance(first.leaf, torch.Tensor):
+                return f", {first}; give all items one form"
             return "; a flat field takes tensors or lists"
         return f"; lists are joined with dim=0 only, not dim={dim}" if dim != 0 else ""
 
     return check
 
 
-def _place(first: Any) -> _Check:
+def _place(first: _First) -> _Check:
     def check(leaf: Any) -> str:
-        if isinstance(leaf, torch.Tensor) and leaf.device != first.device:
-            return f", item 0 is {describe(first)}; move them to one device first"
+        if leaf.device != first.leaf.device:
+            return f", {first}; move them to one device first"
         return ""
 
     return check
 
 
-def _plainness(first: Any) -> _Check:
+def _plainness(first: _First) -> _Check:
     def check(leaf: Any) -> str:
-        if not isinstance(leaf, torch.Tensor):
-            return ""
         if leaf.is_nested:
             return ", a nested tensor; pad it, or give each part as an item"
         if leaf.layout is not torch.strided:
             return "; make it dense with to_dense()"
         if leaf.is_quantized:
             return ", quantized; make it plain with dequantize()"
-        if type(leaf) is not type(first):
-            return f", item 0 is {describe(first)}; give all items one type of tensor"
+        if type(leaf) is not type(first.leaf):
+            return f", {first}; give all items one type of tensor"
         return ""
 
     return check
 
 
-def _dimensions(first: torch.Tensor, dim: int) -> _Check:
+def _dimensions(first: _First, dim: int) -> _Check:
+    expected = first.leaf.dim()
+
     def check(leaf: Any) -> str:
         rank = leaf.dim()
-        if rank != first.dim():
-            return f", expected {first.dim()} dimensions as item 0 has; reshape"
+        if rank != expected:
+            return f", expected {expected} dimensions as item {first.item} has; reshape"
         return "" if -rank <= dim < rank else f", which has no dimension {dim}"
 
     return check
 
 
-def _dtype(first: Any) -> _Check:
+def _cast(first: _First) -> _Check:
     def check(leaf: Any) -> str:
-        if isinstance(leaf, torch.Tensor) and leaf.dtype != first.dtype:
-            return f", item 0 is {describe(first)}; cast them to one dtype"
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            return " that requires grad; detach it or use torch.no_grad()"
+        if not _casts(leaf.dtype, first.leaf.dtype):
+            return f", which torch can't cast, {first}; give all items one dtype"
         return ""
 
     return check
+
+
+def _casts(dtype: torch.dtype, to: torch.dtype) -> bool:
+    """Whether torch joins a tensor of the one dtype to a first one of the other."""
+    try:
+        torch.promote_types(dtype, to)
+    except RuntimeError:  # such as uint16 and int32
+        return False
+    return torch.can_cast(dtype, to)
+
+
+def _gradient(leaf: Any) -> str:
+    return " that requires grad; detach it or use torch.no_grad()" if leaf.requires_grad else ""
 
 
 def of_field(
@@ -224,31 +259,98 @@ def of_field(
         start: Index of the item that the first leaf belongs to.
         target: The call's ``device`` and ``pin_memory``.
     """
-    leaf, advice = diagnose(field, leaves)
-    item = None if leaf is None else start + leaf
     device, pin_memory = target
-    if leaf is None and (device is not None or pin_memory):
-        advice += f"; check device={device!r} and pin_memory={pin_memory!r}"
-    fitting = (raised for caught, raised in _BY_CAUSE if isinstance(cause, caught))
-    raised = next(fitting, CollateRuntimeError)
-    # torch lists every backend when one lacks an operator.
-    said = (str(cause).splitlines() or [""])[0][:300]
+    leaf, advice = None, _target_advice(cause, field, device, pin_memory)
+    if advice:
+        advice = f"{_found(leaves)}; {advice}"
+    else:
+        leaf, advice = diagnose(field, leaves, start)
+        if leaf is None and "can't allocate memory" in str(cause):
+            advice += "; there is no memory for their batch, give fewer or smaller items"
+        elif leaf is None and (device is not None or pin_memory):
+            advice += f"; check device={device!r} and pin_memory={pin_memory!r}"
+    item = None if leaf is None else start + leaf
     message = (
-        f"{where(modality, name, item)} ({field}): {advice}"
-        f" (the reference raised {type(cause).__name__}: {said})"
+        f"{where(modality, name, item)} ({field}): {advice} (the reference raised {_said(cause)})"
     )
-    return raised(message, modality=modality, field=name, item=item)
+    return _class_for(cause)(message, modality=modality, field=name, item=item)
+
+
+def _target_advice(cause: Exception, field: object, device: Any, pin_memory: Any) -> str:
+    """What to do if the device or pinned memory is to blame: if plain tensors fail as well."""
+    keep_on_cpu = getattr(field, "keep_on_cpu", False)
+    if not isinstance(keep_on_cpu, bool):
+        return f"keep_on_cpu is {describe(keep_on_cpu)}, expected a bool"
+    if device is None and pin_memory is False:
+        return ""
+    probe = Flat(keep_on_cpu=keep_on_cpu)
+
+    def fails(pin_memory: Any) -> bool:
+        try:
+            plain = [torch.empty(0, device="cpu")] * 2
+            reference.reduce(probe, plain, device=device, pin_memory=pin_memory)
+        except Exception as error:
+            return _said(error) == _said(cause)
+        return False
+
+    if fails(False):
+        return f"torch can't use device={device!r} here; pass one that it can, or None"
+    if fails(pin_memory):
+        return (
+            f"torch can't use pin_memory={pin_memory!r} here; pass False, or True where torch has"
+            " an accelerator"
+        )
+    return ""
+
+
+def _said(error: Exception) -> str:
+    # torch lists every backend when one lacks an operator.
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+
+
+def _class_for(cause: Exception) -> type[MMCollateError]:
+    fitting = (raised for caught, raised in _BY_CAUSE if isinstance(cause, caught))
+    return next(fitting, CollateRuntimeError)
+
+
+def incomparable(
+    cause: Exception, *, modality: str | None, name: str, left: Any, right: Any, at: int
+) -> MMCollateError:
+    """The error to raise for two neighbours' shared values whose comparison raised ``cause``.
+
+    Args:
+        cause: What the comparison raised.
+        modality: Named in the message.
+        name: The field's name.
+        left: Item ``at - 1``'s value.
+        right: Item ``at``'s value.
+        at: Index of the second item.
+    """
+    message = (
+        f"{where(modality, name, at)}: found {describe(right)}, which can't be compared with item"
+        f" {at - 1}'s {describe(left)}; give shared values as dense tensors on one device, lists of"
+        f" such, or what == compares (comparing raised {_said(cause)})"
+    )
+    return _class_for(cause)(message, modality=modality, field=name, item=at)
 
 
 def unknown_kind(modality: str | None, name: str, field: object) -> CollateTypeError:
     """A field whose declaration is none of the three kinds."""
     kinds = ", ".join(kind.__name__ for kind in (Batched, Flat, Shared))
+    hints = [f"; use {kind.__name__}()" for kind in (Batched, Flat, Shared) if field is kind]
     return CollateTypeError(
-        f"{where(modality, name)}: declared as {field!r}; expected one of {kinds}"
-        " from mmcollate, such as Batched(keep_on_cpu=True)",
+        f"{where(modality, name)}: declared as {_shown(field)}; expected one of {kinds}"
+        f" from mmcollate, such as Batched(keep_on_cpu=True){''.join(hints)}",
         modality=modality,
         field=name,
     )
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)[:200]
+    except Exception:  # the value's own code
+        return describe(value)
 
 
 def unreadable(what: str, value: object, index: int, name: object, context: Any) -> MMCollateError:
@@ -264,57 +366,65 @@ def unreadable(what: str, value: object, index: int, name: object, context: Any)
     )
 
 
-def undeclared_field(
-    modality: str | None, name: object, value: object, index: int
-) -> CollateKeyError:
+def undeclared_field(modality: str | None, name: Any, value: object, index: int) -> CollateKeyError:
     """An item has a field that nothing is said about."""
     return CollateKeyError(
         f"{where(modality, name, index)}: {describe(value)} is not declared;"
         f" add {name!r} to the fields, or leave it out of the item",
         modality=modality,
-        field=str(name),
+        field=name,
         item=index,
     )
 
 
-def not_one_batch(
-    items: Sequence[Any], end: int, fields: dict[str, Field], modality: str | None
-) -> MMCollateError:
-    """Items ``end - 1`` and ``end`` can't be in one batch: says why."""
-    left, right = items[end - 1], items[end]
-    advice = "use collate_groups() for items that form several batches"
+_SEVERAL = "use collate_groups() for items that form several batches"
+
+
+def unlike_names(
+    left: Mapping[str, Any],
+    right: Mapping[str, Any],
+    at: int,
+    fields: Mapping[str, Field],
+    modality: str | None,
+) -> CollateKeyError:
+    """Items ``at - 1`` and ``at`` can't be in one batch, since their names differ."""
     missing = [name for name in left if name not in right]
     extra = [name for name in right if name not in left]
     undeclared = [name for name in extra if name not in fields]
     if undeclared:
-        return undeclared_field(modality, undeclared[0], right[undeclared[0]], end)
-    if missing or extra:
-        lacks = f" lacks {missing}" if missing else ""
-        has = f" has {extra} besides" if extra else ""
-        name = (missing or extra)[0]
-        return CollateKeyError(
-            f"{where(modality, name, end)}: item {end}{lacks}{' and' * bool(lacks and has)}{has},"
-            f" unlike item {end - 1}; {advice}",
-            modality=modality,
-            field=name,
-            item=end,
-        )
-    shared = [name for name in left if type(fields[name]) is Shared]
-    name = next((name for name in shared if _unlike(left[name], right[name])), shared[0])
-    return CollateValueError(
-        f"{where(modality, name, end)}: the shared value, {describe(right[name])}, is not equal to"
-        f" item {end - 1}'s; {advice}",
+        return undeclared_field(modality, undeclared[0], right[undeclared[0]], at)
+    lacks = f" lacks {missing}" if missing else ""
+    has = f" has {extra} besides" if extra else ""
+    name = (missing or extra)[0]
+    return CollateKeyError(
+        f"{where(modality, name, at)}: item {at}{lacks}{' and' * bool(lacks and has)}{has},"
+        f" unlike item {at - 1}; {_SEVERAL}",
         modality=modality,
         field=name,
-        item=end,
+        item=at,
     )
 
 
-def _unlike(left: Any, right: Any) -> bool:
-    try:
-        return not reference.values_equal(left, right)
-    except Exception:  # a value that can't be compared is not the one that differed
-        return False
+def unlike_values(
+    name: str, left: object, right: object, at: int, modality: str | None
+) -> CollateValueError:
+    """Items ``at - 1`` and ``at`` can't be in one batch, since these shared values differ."""
+    return CollateValueError(
+        f"{where(modality, name, at)}: the shared value, {describe(right)}, is not equal to"
+        f" item {at - 1}'s, {describe(left)}; {_SEVERAL}",
+        modality=modality,
+        field=name,
+        item=at,
+    )
+
+
+def changed(modality: str | None, first: int, last: int) -> CollateValueError:
+    """One of these items gave something else when it was read again."""
+    return CollateValueError(
+        f"{where(modality, None)}: one of the items {first} to {last} changed while it was read;"
+        " give items whose names and values stay the same",
+        modality=modality,
+    )
 
 
 def add_note(error: BaseException, note: str) -> None:

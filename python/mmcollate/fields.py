@@ -10,6 +10,9 @@ class Field:
     keep_on_cpu: bool = False
     """Whether the batch stays on the CPU whatever device is asked for: metadata that only the
     host reads (grids, lengths, counts)."""
+    outlives_batch: bool = False
+    """Whether the batch may be kept when the others are gone: it then gets an allocation of its own
+    on the device. Fields named ``*_embeds`` always do."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,10 +119,12 @@ def reduce(
     if field.keep_on_cpu or device == "cpu" or device == torch.device("cpu"):
         pin_memory = False
     batch = list(leaves)
-    if pin_memory and any(isinstance(x, torch.Tensor) and not x.is_cpu for x in _leaves(batch)):
+    if pin_memory and any(isinstance(x, torch.Tensor) and not x.is_cpu for x in iter_leaves(batch)):
         pin_memory = False
     batch = _REDUCERS[type(field)](field, batch, pin_memory)
-    return batch if device is None else _map(lambda x: _to_device(x, device, pin_memory), batch)
+    return (
+        batch if device is None else map_leaves(lambda x: _to_device(x, device, pin_memory), batch)
+    )
 
 
 def _batched(field: Batched, batch: list[Any], pin_memory: bool) -> Any:
@@ -176,23 +178,25 @@ _REDUCERS: dict[type[Field], Callable[..., Any]] = {
 }
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def iter_leaves(value: Any) -> Iterator[Any]:
+    """What a nest of dicts, lists and tuples holds, in order."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _leaves(inner)
+            yield from iter_leaves(inner)
     else:
         yield value
 
 
-def _map(function: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same nest of dicts, lists and tuples, with each leaf replaced by ``function(leaf)``."""
     if isinstance(value, dict):
-        return {name: _map(function, inner) for name, inner in value.items()}
+        return {name: map_leaves(function, inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_map(function, inner) for inner in value]
+        return [map_leaves(function, inner) for inner in value]
     if isinstance(value, tuple):
-        return tuple(_map(function, inner) for inner in value)
+        return tuple(map_leaves(function, inner) for inner in value)
     return function(value)
 
 
@@ -201,7 +205,9 @@ def _to_device(leaf: Any, device: Any, pin_memory: bool) -> Any:
         return leaf
     if pin_memory and leaf.is_cpu and not (leaf.is_pinned() and _is_dense(leaf)):
         leaf = leaf.new_empty(leaf.shape, pin_memory=True).copy_(leaf)
-    return leaf.to(device=device, non_blocking=True)
+    # A copy to the host that does not block is not there yet when it returns.
+    to_host = torch.device(device).type == "cpu"
+    return leaf.to(device=device, non_blocking=not to_host)
 
 
 def _is_dense(leaf: torch.Tensor) -> bool:

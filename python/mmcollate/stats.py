@@ -16,6 +16,8 @@ class FieldCounts(TypedDict):
     """A list of the items' objects."""
     gather: int
     """A fresh tensor, written by the core."""
+    stage: int
+    """Gathered into pinned memory and copied to a device with the others."""
     reference: int
     """Computed by the reference."""
 
