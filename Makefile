@@ -46,6 +46,9 @@ lint: $(BIN)/.built  ## rustfmt, clippy, ruff, mypy, stubtest
 rust-test:  ## the core without Python
 	$(call say,Rust: tests of the core)
 	@cargo $(CARGO_TEST) -p mmcollate-core --no-default-features
+	$(call say,Rust: every order in which threads can move the arena's slots)
+	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
+		cargo test --quiet -p mmcollate-core --no-default-features --lib arena
 
 python-test: $(BIN)/.built  ## pytest, with the real vLLM
 	$(call say,Python: tests)
