@@ -1,19 +1,22 @@
 """Fills the generated tables in the docs: `make docs`.
 
 Each stands between `<!-- NAME -->` and `<!-- end -->`. The shares come from what the engine tests
-wrote under .cache/engine; a table whose source is not there stays as it is.
+wrote under .cache/engine, the copies from running vLLM's functions; a table whose source is not
+there stays as it is.
 """
 
 import argparse
+import importlib.util
 import json
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 from mmcollate.explanation import REASONS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "docs/how-it-works.md"]
+PAGES = ["README.md", "docs/how-it-works.md", "docs/staging.md"]
 WAYS = ["alias", "view", "list", "gather", "reference"]
 
 
@@ -55,7 +58,50 @@ def figures() -> str | None:
     return "\n".join(rows)
 
 
-TABLES = {"reasons": reasons, "shares": shares, "figures": figures}
+def copies_of(family: str, name: str, n: int) -> tuple[int, int]:
+    """Copies to the device for a batch of ``n`` items of one of the tests' families: vLLM's, and
+    those that a fake device counts."""
+    import torch
+    from families import fields_of, items_of_set
+    from mmcollate.integrations import vllm as plugin
+    from mmcollate.reference import iter_leaves
+    from mmcollate.testing import FakeDevice
+    from vllm_items import from_plain
+
+    items = from_plain(items_of_set(family, name, n), fields_of(family))
+    device = FakeDevice()
+    for _ in plugin.group_and_batch_mm_items(items, device=device, pin_memory=True):
+        device.synchronize()
+    theirs = 0
+    for _, batch in plugin.originals().group_and_batch_mm_items(items):
+        # Each tensor that the engine has reduced on the host is pinned and copied by itself.
+        bound = [value for k, value in batch.items() if not items[0][k].field.keep_on_cpu]
+        theirs += sum(isinstance(x, torch.Tensor) and x.nbytes > 0 for x in iter_leaves(bound))
+    return theirs, device.copies
+
+
+def copies() -> str | None:
+    """Copies to the device per batch: vLLM's, and staging's."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    sys.path.append(str(ROOT / "tests"))
+    from families import SETS
+
+    rows, same = [], defaultdict(int)
+    for family, name in SETS:
+        (one, our_one), (eight, our_eight) = (copies_of(family, name, n) for n in (1, 8))
+        counts = f"{one} / {our_one} | {eight} / {our_eight}"
+        if (one, eight) != (our_one, our_eight):
+            rows.append(f"| {family} | {name} | {counts} |")
+        else:
+            same[counts] += 1
+    more = sorted(same.items(), key=lambda x: -x[1])
+    rows += [f"| {count} other sets | | {counts} |" for counts, count in more]
+    head = "| family | set of fields | 1 item: vLLM / staged | 8 items: vLLM / staged |"
+    return "\n".join([head, "|---|---|---|---|", *rows])
+
+
+TABLES = {"reasons": reasons, "shares": shares, "figures": figures, "copies": copies}
 
 
 def filled(text: str) -> str:

@@ -25,7 +25,15 @@ from mmcollate.errors import (
 )
 from mmcollate.explanation import FieldPlan, GroupPlan, Plan, explain
 from mmcollate.fields import Batched, Field, Flat, Shared
-from mmcollate.staging import ArenaStats, Staged, arena_stats, detach, retained_bytes, trim
+from mmcollate.staging import (
+    ArenaStats,
+    Staged,
+    arena_stats,
+    detach,
+    reserve,
+    retained_bytes,
+    trim,
+)
 from mmcollate.stats import reset_stats, stats
 
 __all__ = [
@@ -52,6 +60,7 @@ __all__ = [
     "collate_groups",
     "detach",
     "explain",
+    "reserve",
     "reset_stats",
     "retained_bytes",
     "stage",

@@ -126,12 +126,15 @@ class DevicePlan:
     """The fields of one batch that go to a device."""
 
     @property
-    def fields(self) -> list[tuple[Any, bool, int, int]]:
-        """For each field `(name, whether its batch is a list, its first load, its last + 1)`."""
+    def fields(self) -> list[tuple[Any, int, int]]:
+        """For each field `(name, its first load, its last + 1)`."""
 
     @property
     def loads(self) -> list[tuple[torch.Tensor, tuple[int, ...], tuple[int, ...], int, int]]:
         """For each load `(its first leaf, sizes, strides, bytes, number of leaves)`."""
+
+    def home(self, load: int) -> tuple[list[Any], int] | None:
+        """Where a load belongs: `(list, index)`, or `None` if it is its field's batch."""
 
     def lay_out(
         self, own: Sequence[bool | None]

@@ -30,8 +30,8 @@ class Backend(ABC):
     """Whether what the stream runs later sees what an asynchronous copy wrote. If not, copies are
     made blocking."""
 
-    arena: Any = None
-    """Where :mod:`mmcollate.staging` keeps this device's arena."""
+    arenas: dict[int, Any]
+    """Where :mod:`mmcollate.staging` keeps this device's arena, by process; made by it."""
 
     device: torch.device | None = None
     """As torch knows it."""
@@ -68,9 +68,9 @@ class Backend(ABC):
         """A fence behind all that the stream was given so far."""
 
     @abstractmethod
-    def wait_on(self, stream: Any, fence: Fence, tensors: Sequence[torch.Tensor]) -> None:
-        """Makes a stream wait for a fence, and says that it uses tensors of this device: their
-        memory is not given to others before it has come to here."""
+    def wait_on(self, stream: Any, fence: Fence | None, tensors: Sequence[torch.Tensor]) -> None:
+        """Makes a stream wait for a fence, if there is one, and says that it uses tensors of this
+        device: their memory is not given to others before it has come to here."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -121,8 +121,9 @@ class Torch(Backend):
         event.record(torch.accelerator.current_stream(self.device))
         return event
 
-    def wait_on(self, stream: Any, fence: Fence, tensors: Sequence[torch.Tensor]) -> None:
-        stream.wait_event(fence)
+    def wait_on(self, stream: Any, fence: Fence | None, tensors: Sequence[torch.Tensor]) -> None:
+        if fence is not None:
+            stream.wait_event(fence)
         for tensor in tensors:
             tensor.record_stream(stream)
 
@@ -187,6 +188,10 @@ def _accelerator() -> str | None:
     return None if found is None else str(found.type)
 
 
-@functools.cache
+_known: dict[tuple[str, int], Torch] = {}
+
+
 def _of_torch(device_type: str, index: int) -> Torch:
-    return Torch(torch.device(device_type, index))
+    # Of threads that come here at one time, all take the first one's: each has an arena.
+    key = device_type, index
+    return _known.get(key) or _known.setdefault(key, Torch(torch.device(device_type, index)))

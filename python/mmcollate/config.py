@@ -20,7 +20,7 @@ def verify() -> bool:
 
 def debug() -> bool:
     """``MMCOLLATE_DEBUG``: slots of the arena are filled with a pattern while they are free, and
-    checked when they are used again; slow."""
+    checked when they are used again; slow. To be set before the first batch."""
     return is_set("MMCOLLATE_DEBUG")
 
 
@@ -31,8 +31,9 @@ def strict_pin() -> bool:
 
 def pinned_max() -> int:
     """``MMCOLLATE_PINNED_MAX_MB``: most memory, in bytes, that is pinned for each device; 64 MiB if
-    unset. 0 pins none."""
-    return _mib("MMCOLLATE_PINNED_MAX_MB", 64)
+    unset. Less than a page (4096 bytes) pins none."""
+    cap = _mib("MMCOLLATE_PINNED_MAX_MB", 64)
+    return cap if cap >= 4096 else 0
 
 
 def staging_chunk() -> int:

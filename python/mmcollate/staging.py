@@ -25,6 +25,7 @@ import torch
 
 from mmcollate import _core, config, errors
 from mmcollate.backends import Backend, Fence, backend_of, current
+from mmcollate.reference import iter_leaves
 
 ALIGN = 256
 """As ``SEGMENT_ALIGN`` in ``rust/src/align.rs``."""
@@ -93,7 +94,6 @@ class Arena:
             # torch rounds what it pins up to a power of two.
             slot_bytes = min(1 << (slot_bytes.bit_length() - 1), 1 << (cap.bit_length() - 1))
         self.backend = backend
-        self.pid = os.getpid()
         self.refused = False
         self._cap = cap
         self._books = _core.Arena(slot_bytes, cap)
@@ -126,19 +126,20 @@ class Arena:
         """The slot's memory: ``uint8``, ``(slot_bytes,)``."""
         return self._slots[lease[0]]
 
-    def lease(self, *, may_grow: bool) -> _Lease | None:
+    def lease(self) -> _Lease | None:
         """Takes a slot that nobody writes to and no device reads; ``None`` if there is none."""
         lease = self._books.lease()
         if lease is None:
             self.land()
             lease = self._books.lease()
         if lease is None:
-            return self._grow() if may_grow else None
+            return None
         if config.debug() and not bool((self.memory(lease) == POISON).all()):
             raise AssertionError(f"mmcollate: slot {lease[0]} was written to while it was free")
         return lease
 
-    def _grow(self) -> _Lease | None:
+    def grow(self) -> _Lease | None:
+        """Pins one more slot and takes it; ``None`` if the cap or the system allows no more."""
         with self._lock:
             lease = None if self.refused else self._books.grow()
             if lease is None:
@@ -162,21 +163,29 @@ class Arena:
                 self._books.settled(lease, True)
                 self._peak = max(self._peak, len(self._slots) * self.slot_bytes)
                 return lease
-        if config.strict_pin():
-            raise errors.CollateRuntimeError(f"{message}; MMCOLLATE_STRICT_PIN is set") from cause
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        try:
+            if config.strict_pin():
+                raise errors.CollateRuntimeError(
+                    f"{message}; MMCOLLATE_STRICT_PIN is set"
+                ) from cause
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        finally:
+            # It refers to this frame, and so to the items.
+            del cause
         return None
 
     def launch(self, lease: _Lease) -> None:
         """The device has been given copies from this slot: it comes back when they are done."""
         try:
             fence = self.backend.fence()
-        except Exception:
+        except BaseException as error:
             # No fence, so nothing less than waiting for all proves that the slot has been read. If
             # that fails too, the slot stays leased for good.
             self.backend.synchronize()
             self.release(lease)
-            return
+            if isinstance(error, Exception):
+                return
+            raise
         with self._lock:
             self._books.launch(lease)
             self._flying.append((lease, fence))
@@ -198,8 +207,19 @@ class Arena:
                     still_flying.append((lease, fence))
             self._flying = still_flying
 
+    def reserve(self, nbytes: int) -> int:
+        """Pins slots until so many bytes are pinned, or no more can be; returns what is."""
+        while len(self._slots) * self.slot_bytes < nbytes and not self.backend.is_capturing():
+            lease = self.grow()
+            if lease is None:
+                break
+            self.release(lease)
+        return len(self._slots) * self.slot_bytes
+
     def trim(self) -> int:
-        """Unpins the slots that are free; returns their bytes."""
+        """Unpins the slots that are free; returns their bytes. While the stream captures, none."""
+        if self.backend.is_capturing():
+            return 0
         self.land()
         with self._lock:
             slots = self._books.trim()
@@ -234,6 +254,16 @@ class Arena:
             }
 
 
+class _Passed:
+    """The fence of what was waited for."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
 def _has_passed(fence: Fence) -> bool:
     try:
         return fence.query()
@@ -241,19 +271,17 @@ def _has_passed(fence: Fence) -> bool:
         return False
 
 
-_inherited: list[Arena] = []
-"""Arenas of the process that this one was forked from. Never used, and never freed: their memory
-is the parent's to unpin."""
-
-
 def arena_of(backend: Backend) -> Arena:
     """The arena of a device in this process; made when it is first asked for."""
-    arena: Arena | None = backend.arena
-    if arena is None or arena.pid != os.getpid():
-        if arena is not None:
-            _inherited.append(arena)
-        arena = Arena(backend, config.pinned_max(), config.staging_chunk())
-        backend.arena = arena
+    pid = os.getpid()
+    # Those of the processes that this one was forked from stay: never used, and never freed, for
+    # their memory is not this one's to unpin.
+    arenas: dict[int, Arena] = backend.__dict__.setdefault("arenas", {})
+    arena = arenas.get(pid)
+    if arena is None:
+        # Of threads that come here at one time, all take the first one's; without a lock, which a
+        # forked child could find taken.
+        arena = arenas.setdefault(pid, Arena(backend, config.pinned_max(), config.staging_chunk()))
     return arena
 
 
@@ -282,8 +310,11 @@ class Changed(Exception):
 class _Filled:
     """A host buffer with what is to be copied from it."""
 
-    host: torch.Tensor
     lease: _Lease | None
+    """The slot that is the buffer. Its memory is only looked up: who gave the lease back must keep
+    nothing that a trim is to unpin."""
+    pageable: torch.Tensor | None = None
+    """The buffer if it is no slot."""
     copies: list[tuple[int, int, int, int]] = field(default_factory=list)
     """``(part, offset in the part, offset in the host buffer, bytes)``"""
 
@@ -291,18 +322,18 @@ class _Filled:
 class Transfer:
     """One batch on its way: the fields of a plan that are staged."""
 
-    def __init__(
-        self, plan: _core.DevicePlan, backend: Backend, own: Sequence[bool | None]
-    ) -> None:
+    def __init__(self, bound: "Bound", own: Sequence[bool | None]) -> None:
+        plan, backend = bound.plan, bound.backend
         self._plan = plan
         self._backend = backend
         self._arena = arena_of(backend)
-        self._own = own
-        self._loads = plan.loads
+        self._fields = bound.fields
+        self._loads = bound.loads
+        self._dtypes = [leaf.dtype for leaf, *_ in self._loads]
         _, self._parts, self._places = plan.lay_out(own)
         self.buffers: list[torch.Tensor] = []
         self._direct = [
-            (load, offset, nbytes, leaf)
+            (load, offset, nbytes, leaf, leaf.dtype, leaf.shape)
             for load, place in enumerate(self._places)
             if place is not None and self._loads[load][3] >= DIRECT_FROM
             for leaf, offset, nbytes in plan.large_leaves(load, DIRECT_FROM)
@@ -325,7 +356,7 @@ class Transfer:
     def _runs_to_gather(self) -> list[tuple[int, int, int]]:
         """``(part, start, stop)`` of the host layout, without what is copied directly."""
         skipped = sorted(
-            (self._host_offset(load) + offset, nbytes) for load, offset, nbytes, _ in self._direct
+            (self._host_offset(load) + offset, nbytes) for load, offset, nbytes, *_ in self._direct
         )
         runs = []
         for part, (start, stop) in enumerate(self._parts):
@@ -345,8 +376,16 @@ class Transfer:
         ]
 
     def copy_direct(self) -> None:
-        """Copies from pinned leaves where they lie."""
-        for load, offset, nbytes, leaf in self._direct:
+        """Copies from pinned leaves where they lie.
+
+        Raises:
+            Changed: One of them was changed; nothing was copied.
+        """
+        for _, _, _, leaf, dtype, shape in self._direct:
+            as_planned = (leaf.dtype, leaf.shape, leaf.is_contiguous()) == (dtype, shape, True)
+            if not (as_planned and self._backend.is_pinned(leaf)):
+                raise Changed
+        for load, offset, nbytes, leaf, *_ in self._direct:
             place = self._places[load]
             assert place is not None
             part, start = place
@@ -392,12 +431,13 @@ class Transfer:
     def fill(self, *, or_pageable: bool = False) -> _Filled:
         """Gathers the next part of the layout into host memory."""
         filled = self._host_memory(or_pageable)
-        used = 0
+        used, room = 0, self._memory(filled).numel()
         try:
-            while self._runs and used < filled.host.numel():
+            while self._runs and used < room:
                 part, start, stop = self._runs[0]
-                taken = min(stop - start, filled.host.numel() - used)
-                if not self._plan.gather(filled.host[used : used + taken], start, start + taken):
+                taken = min(stop - start, room - used)
+                into = slice(used, used + taken)
+                if not self._plan.gather(self._memory(filled)[into], start, start + taken):
                     raise Changed
                 filled.copies.append((part, start - self._parts[part][0], used, taken))
                 if start + taken < stop:
@@ -414,25 +454,32 @@ class Transfer:
     def _host_memory(self, or_pageable: bool) -> _Filled:
         arena = self._arena
         if not self._pageable:
-            lease = arena.lease(may_grow=self._grown < GROW_PER_BATCH)
-            if lease is not None:
-                self._grown += 1
-            elif not arena.has_none and self._launched:
+            lease = arena.lease()
+            if lease is None and self._grown < GROW_PER_BATCH:
+                lease = arena.grow()
+                self._grown += lease is not None
+            if lease is None and not arena.has_none and self._launched:
                 lease = self._wait_for_slot()
             if lease is not None:
-                return _Filled(arena.memory(lease), lease)
+                return _Filled(lease)
             # Where memory can't be pinned, the reference would ask for it in vain too.
             if not (or_pageable or arena.refused or arena.has_none):
                 raise NoSlot
             self._pageable = True
         left = sum(-(-(stop - start) // ALIGN) * ALIGN for _, start, stop in self._runs)
-        return _Filled(torch.empty(left, dtype=torch.uint8, device="cpu"), None)
+        return _Filled(None, torch.empty(left, dtype=torch.uint8, device="cpu"))
+
+    def _memory(self, filled: _Filled) -> torch.Tensor:
+        if filled.lease is not None:
+            return self._arena.memory(filled.lease)
+        assert filled.pageable is not None
+        return filled.pageable
 
     def _wait_for_slot(self) -> _Lease | None:
         self._arena.count(waits=1)
         until = time.monotonic() + WAIT_AT_MOST
         while True:
-            lease = self._arena.lease(may_grow=False)
+            lease = self._arena.lease()
             if lease is not None or time.monotonic() > until:
                 return lease
             time.sleep(50e-6)
@@ -448,7 +495,7 @@ class Transfer:
             for part, offset, at, nbytes in filled.copies:
                 target = self.buffers[part][offset : offset + nbytes]
                 given += 1
-                backend.copy(target, filled.host[at : at + nbytes], blocking=blocking)
+                backend.copy(target, self._memory(filled)[at : at + nbytes], blocking=blocking)
                 self._copied += nbytes
                 self._sent_until = self._parts[part][0] + offset + nbytes
         finally:
@@ -470,18 +517,24 @@ class Transfer:
         place = self._places[load]
         assert place is not None
         part, offset = place
-        leaf, sizes, strides, _, _ = self._loads[load]
-        typed = self.buffers[part].view(leaf.dtype)
-        start = typed.storage_offset() + offset // leaf.dtype.itemsize
+        _, sizes, strides, _, _ = self._loads[load]
+        dtype = self._dtypes[load]
+        typed = self.buffers[part].view(dtype)
+        start = typed.storage_offset() + offset // dtype.itemsize
         return typed.as_strided(sizes, strides, start)
 
     def put(self, k: int, batch: dict[str, Any]) -> bool:
         """Puts a field into the batch; ``False`` if not all of it was sent."""
-        name, is_list, start, stop = self._plan.fields[k]
+        name, start, stop = self._fields[k]
         if not all(map(self.is_sent, range(start, stop))):
             return False
-        tensors = [self.carve(load) for load in range(start, stop)]
-        batch[name] = tensors if is_list else tensors[0]
+        for load in range(start, stop):
+            home = self._plan.home(load)
+            if home is None:
+                batch[name] = self.carve(load)
+            else:
+                nest, index = home
+                nest[index] = self.carve(load)
         return True
 
     def finish(self) -> None:
@@ -504,18 +557,23 @@ class Bound:
     outlives: Callable[[Any], bool]
     """Whether a field's batch may be kept when the others are gone."""
 
+    def __post_init__(self) -> None:
+        self.fields = self.plan.fields
+        self.loads = self.plan.loads
+
     def choose(self) -> list[bool | str]:
         """For each field of the plan: whether it gets an allocation of its own, or why it takes the
         reference."""
-        fields, loads = self.plan.fields, self.plan.loads
+        fields, loads = self.fields, self.loads
         is_pinned = self.backend.is_pinned
         if self.backend.is_capturing():
             return ["capturing"] * len(fields)
         if len(loads) == 1 and 0 < loads[0][3] <= SMALL:
             return ["small"]
         chosen: list[bool | str] = []
-        for name, is_list, start, stop in fields:
+        for name, start, stop in fields:
             mine = loads[start:stop]
+            is_list = self.plan.home(start) is not None
             single = all(leaves == 1 for *_, leaves in mine)
             large = all(nbytes >= DIRECT_FROM for _, _, _, nbytes, _ in mine)
             # The reference copies such leaves from where they are, and keeps their strides.
@@ -548,25 +606,38 @@ class Bound:
                 if not transfer.put(k, batch):
                     chosen[k] = left
             transfer.finish()
+        self.count(chosen)
         self.reduce(chosen, batch)
 
     def transfer(self, chosen: Sequence[bool | str]) -> Transfer:
         """Of the fields that are staged."""
         own = [None if isinstance(choice, str) else choice for choice in chosen]
-        return Transfer(self.plan, self.backend, own)
+        return Transfer(self, own)
 
     def reduce(self, chosen: Sequence[bool | str], batch: dict[str, Any]) -> None:
         """Leaves the fields that are not staged to the reference."""
-        self.plan.count(sum(not isinstance(choice, str) for choice in chosen))
         for k, choice in enumerate(chosen):
             if isinstance(choice, str):
-                batch[self.plan.fields[k][0]] = self.plan.reduce(k, choice)
+                self.reduce_one(k, choice, batch)
+
+    def reduce_one(self, k: int, reason: str, batch: dict[str, Any]) -> None:
+        """Leaves one field to the reference."""
+        batch[self.fields[k][0]] = self.plan.reduce(k, reason)
+
+    def count(self, chosen: Sequence[bool | str]) -> None:
+        """Counts the fields that were staged."""
+        self.plan.count(sum(not isinstance(choice, str) for choice in chosen))
+
+    def taken(self, chosen: Sequence[bool | str]) -> set[Any]:
+        """Names of the fields that take the reference."""
+        pairs = zip(self.fields, chosen, strict=True)
+        return {name for (name, *_), choice in pairs if isinstance(choice, str)}
 
     def explained(self, rows: list[Any]) -> list[Any]:
         """The rows of an explanation, with the reasons of what would not be staged after all."""
         reasons = {
             name: choice
-            for (name, *_), choice in zip(self.plan.fields, self.choose(), strict=True)
+            for (name, *_), choice in zip(self.fields, self.choose(), strict=True)
             if isinstance(choice, str)
         }
         return [
@@ -622,26 +693,55 @@ class Staged:
             raise errors.CollateRuntimeError(
                 "this batch was given to the device, or closed, before"
             )
-        if transfer is not None:
-            transfer.allocate()
+        try:
+            if transfer is not None:
+                transfer.allocate()
+            if bound is not None:
+                # Before anything is given up, for here the device may have no memory too.
+                bound.reduce(self._chosen, batch)
+        except BaseException:
+            if transfer is not None:
+                transfer.buffers = []
+            raise
         self._batch = self._bound = self._transfer = None
-        if transfer is not None:
+        if transfer is not None and bound is not None:
             try:
                 transfer.copy_direct()
                 transfer.copy_all(self._filled)
+            except Changed:
+                pass
             finally:
                 transfer.discard(self._filled)
                 self._filled.clear()
-            for k, choice in enumerate(self._chosen):
-                if not isinstance(choice, str):
-                    transfer.put(k, batch)
+            staged = [k for k, choice in enumerate(self._chosen) if not isinstance(choice, str)]
+            for k in staged:
+                if not transfer.put(k, batch):
+                    self._chosen[k] = "changed"
+                    bound.reduce_one(k, "changed", batch)
             transfer.finish()
-            self._buffers = transfer.buffers
+            self._buffers.extend(transfer.buffers)
+        taken = set()
         if bound is not None:
-            bound.reduce(self._chosen, batch)
+            bound.count(self._chosen)
+            taken = bound.taken(self._chosen)
+        self._buffers.extend(
+            leaf
+            for name, value in batch.items()
+            for leaf in iter_leaves(value)
+            if type(leaf) is torch.Tensor
+            and leaf.layout is torch.strided
+            and (name in taken or not leaf.is_cpu)
+        )
         if not self._backend.is_capturing():
-            self._fence = self._backend.fence()
+            self._fence = self._made_fence()
         return batch
+
+    def _made_fence(self) -> Fence:
+        try:
+            return self._backend.fence()
+        except Exception:
+            self._backend.synchronize()
+            return _Passed()
 
     def ready(self) -> bool:
         """Whether the copies have run; never waits."""
@@ -659,7 +759,8 @@ class Staged:
         if stream is None:
             self._fence.synchronize()
         else:
-            self._backend.wait_on(stream, self._fence, self._buffers)
+            fence = None if isinstance(self._fence, _Passed) else self._fence
+            self._backend.wait_on(stream, fence, self._buffers)
 
     def close(self) -> None:
         """Gives the slots back if the batch was not given to the device."""
@@ -676,7 +777,7 @@ class Staged:
 def detach(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in memory of its own: itself if nothing else is in its memory, else a copy.
 
-    A tensor of a batch keeps all that was staged with it: see ``docs/memory.md``.
+    A tensor of a batch keeps all that was staged with it: see ``docs/staging.md``.
     """
     return tensor.clone() if retained_bytes(tensor) - tensor.nbytes >= ALIGN else tensor
 
@@ -694,6 +795,23 @@ def arena_stats(device: Any = None) -> ArenaStats:
         CollateValueError: Nothing is staged for such a device.
     """
     return arena_of(staged_to(device)).stats()
+
+
+def reserve(device: Any = None, nbytes: int | None = None) -> int:
+    """Pins memory now, so that no batch has to wait for it later.
+
+    Args:
+        device: Whose arena; torch's current accelerator if ``None``.
+        nbytes: How much is to be pinned in all; as much as the cap allows if ``None``.
+
+    Returns:
+        Bytes that are pinned then: less if the cap or the system allows no more.
+
+    Raises:
+        CollateValueError: Nothing is staged for such a device.
+    """
+    arena = arena_of(staged_to(device))
+    return arena.reserve(arena.stats()["cap_bytes"] if nbytes is None else nbytes)
 
 
 def trim(device: Any = None) -> int:

@@ -14,6 +14,7 @@
 
 import contextlib
 import functools
+import os
 import threading
 import time
 import weakref
@@ -81,6 +82,7 @@ class FakeDevice(Backend):
         """Set to stand for a stream that captures: then nothing is to be pinned, asked or waited
         for, and doing so raises."""
         self._lock = threading.RLock()
+        _devices.add(self)
         self._failures: dict[str, deque[BaseException]] = {}
         self._pinned: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
             weakref.WeakValueDictionary()
@@ -190,15 +192,20 @@ class FakeDevice(Backend):
     def _upload(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or not leaf.is_cpu:
+        plain = type(leaf) in (torch.Tensor, torch.nn.Parameter)
+        if not plain or leaf.layout is not torch.strided or not leaf.is_cpu:
             return leaf.clone()
-        source = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
+        leaf = leaf.detach()
+        if not (self.is_pinned(leaf) and leaf.is_contiguous()):
+            leaf = leaf.new_empty(leaf.shape).copy_(leaf)
+        source = leaf.reshape(-1).view(torch.uint8)
         target = self.empty(-(-source.numel() // 16) * 16)
         self.copy(target[: source.numel()], source, blocking=not self.is_pinned(source))
-        return target.view(leaf.dtype).as_strided(leaf.shape, leaf.contiguous().stride())
+        return target.view(leaf.dtype).as_strided(leaf.shape, leaf.stride())
 
     def wait_on(self, stream: Any, fence: Any, tensors: Sequence[torch.Tensor]) -> None:
-        stream.wait_fence(fence)
+        if fence is not None:
+            stream.wait_fence(fence)
 
     def synchronize(self) -> None:
         self._not_while_capturing("waited for")
@@ -216,6 +223,19 @@ class FakeDevice(Backend):
     def _not_while_capturing(self, what: str) -> None:
         if self.capturing:
             raise RuntimeError(f"FakeDevice: nothing may be {what} while a stream captures")
+
+
+_devices: weakref.WeakSet[FakeDevice] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """In a forked child: a thread of the parent's may have held them."""
+    for device in _devices:
+        device._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

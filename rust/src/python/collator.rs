@@ -10,7 +10,7 @@ use super::exchange::{Borrowed, Door, Leaves};
 use super::guard::{self, Torch};
 use super::items::{FieldTypes, Form, Next, Table, Walker};
 use super::reason::{COUNTERS, Counters, Reason, UNHEARD, add};
-use super::values::{Through, To, is_list, is_scalar};
+use super::values::{MAX_DEPTH, Through, To, is_list, is_scalar};
 use crate::plan::{self, Kind, Placement, Way};
 
 /// Where the caller wants the batch.
@@ -253,7 +253,7 @@ impl Collator {
         }
         let mut plan: Option<DevicePlan> = None;
         for (k, field) in decided.into_iter().enumerate() {
-            if let Ok(Made::There(loads)) = field.decision {
+            if let Ok(Made::There(Loads { loads, .. })) = field.decision {
                 plan.get_or_insert_with(|| Self::device_plan(slf, &call)).push(&table, k, loads)?;
             }
         }
@@ -550,39 +550,50 @@ impl Collator {
         grad_enabled: &mut Option<bool>,
     ) -> PyResult<Result<Made<'a>, Reason>> {
         let Field { k, kind, .. } = field;
+        let known = &mut *grad_enabled;
+        let alone = |load: Load| Made::There(Loads { list: None, loads: vec![load] });
         let first = table.first(k);
-        if !self.torch.is_tensor(first) {
+        if self.torch.is_tensor(first) {
+            let grad_enabled = self.grad_enabled(call, known)?;
+            if let Some(way) = plan::plan_unread::<()>(kind, table.rows()) {
+                return Ok(self.load(first, matches!(way, Way::View), grad_enabled)?.map(alone));
+            }
+            // Read where they are: whether they pass is not the question.
+            let through = Through { torch: &self.torch, to: To::Nowhere };
+            match self.decide_tensors(table, Field { through, ..field }, grad_enabled)? {
+                Err(reason) => return Ok(Err(reason)),
+                Ok(Way::Gather(gather)) => {
+                    let (output, layouts) = gather.into_plan();
+                    let leaves = table.column(k).map(|leaf| leaf.clone().unbind()).collect();
+                    return Ok(Ok(alone(Load { output, layouts, leaves, home: None })));
+                }
+                Ok(_) => {}
+            }
+        }
+        let mut nest = Nest {
+            collator: self,
+            grad_enabled: self.grad_enabled(call, known)?,
+            loads: Vec::new(),
+        };
+        let list = PyList::empty(call.py);
+        let values = if kind == Kind::Shared { 1 } else { table.rows() };
+        for value in table.column(k).take(values) {
+            let added = match kind {
+                Kind::Flat { dim: 0 } if is_list(value) => nest.extend(&list, value, 0)?,
+                Kind::Flat { dim: 0 } => Err(Reason::NotATensor),
+                Kind::Flat { .. } => Err(Reason::Dim),
+                _ => nest.append(&list, value, 0)?,
+            };
+            if let Err(reason) = added {
+                return Ok(Err(reason));
+            }
+        }
+        if nest.loads.is_empty() {
+            // Nothing goes anywhere.
             return Ok(self.decide_here(call, table, field, grad_enabled)?.map(Made::Here));
         }
-        let grad_enabled = self.grad_enabled(call, grad_enabled)?;
-        if let Some(way) = plan::plan_unread::<()>(kind, table.rows()) {
-            let load = self.load(first, matches!(way, Way::View), grad_enabled)?;
-            return Ok(load.map(|load| Made::There(Loads { list: false, loads: vec![load] })));
-        }
-        // Read where they are: whether they pass is not the question.
-        let through = Through { torch: &self.torch, to: To::Nowhere };
-        let way = self.decide_tensors(table, Field { through, ..field }, grad_enabled)?;
-        let list = match way {
-            Err(reason) => return Ok(Err(reason)),
-            Ok(Way::Gather(gather)) => {
-                let (output, layouts) = gather.into_plan();
-                let leaves = table.column(k).map(|leaf| leaf.clone().unbind()).collect();
-                let load = Load { output, layouts, leaves };
-                return Ok(Ok(Made::There(Loads { list: false, loads: vec![load] })));
-            }
-            Ok(_) => true,
-        };
-        let mut loads = Vec::with_capacity(table.rows());
-        for leaf in table.column(k) {
-            if !self.torch.is_tensor(leaf) {
-                return Ok(Err(Reason::MixedLeaves));
-            }
-            match self.load(leaf, false, grad_enabled)? {
-                Ok(load) => loads.push(load),
-                Err(reason) => return Ok(Err(reason)),
-            }
-        }
-        Ok(Ok(Made::There(Loads { list, loads })))
+        let list = if kind == Kind::Shared { list.get_item(0)? } else { list.into_any() };
+        Ok(Ok(Made::There(Loads { list: Some(list.unbind()), loads: nest.loads })))
     }
 
     /// One leaf that goes to a device by itself.
@@ -604,7 +615,9 @@ impl Collator {
         };
         Ok(match plan::plan_dense(&layouts, leading) {
             Ok(output) if buffer::moves_single_bools(&output) => Err(Reason::Dtype),
-            Ok(output) => Ok(Load { output, layouts, leaves: vec![leaf.clone().unbind()] }),
+            Ok(output) => {
+                Ok(Load { output, layouts, leaves: vec![leaf.clone().unbind()], home: None })
+            }
             Err(error) => Err(error.into()),
         })
     }
@@ -663,10 +676,10 @@ impl Collator {
                     }
                     None => this.reduce(call, table, k, Reason::NoMemory)?,
                 },
-                Ok(Made::There(loads)) => {
+                Ok(Made::There(Loads { list, loads })) => {
                     let plan = plan.get_or_insert_with(|| Self::device_plan(slf, call));
                     plan.push(table, k, loads)?;
-                    py.None().into_bound(py)
+                    list.unwrap_or_else(|| py.None()).into_bound(py)
                 }
                 Err(reason) => this.reduce(call, table, k, reason)?,
             };
@@ -723,6 +736,66 @@ impl Collator {
 
     pub(super) fn counters(&self) -> &'static Counters {
         self.counters
+    }
+}
+
+/// Values rebuilt as the reference rebuilds them, with the tensors left out and noted as loads.
+struct Nest<'a> {
+    collator: &'a Collator,
+    grad_enabled: bool,
+    loads: Vec<Load>,
+}
+
+impl Nest<'_> {
+    /// Appends what a list holds.
+    fn extend<'py>(
+        &mut self,
+        list: &Bound<'py, PyList>,
+        values: &Bound<'py, PyAny>,
+        depth: usize,
+    ) -> PyResult<Result<(), Reason>> {
+        for value in values.try_iter()? {
+            if let Err(reason) = self.append(list, &value?, depth)? {
+                return Ok(Err(reason));
+            }
+        }
+        Ok(Ok(()))
+    }
+
+    /// Appends a value: `None` for a tensor, a list rebuilt, anything else as it is.
+    fn append<'py>(
+        &mut self,
+        list: &Bound<'py, PyList>,
+        value: &Bound<'py, PyAny>,
+        depth: usize,
+    ) -> PyResult<Result<(), Reason>> {
+        let py = value.py();
+        if self.collator.torch.is_tensor(value) {
+            match self.collator.load(value, false, self.grad_enabled)? {
+                Ok(load) => {
+                    let home = Some((list.clone().unbind(), list.len()));
+                    self.loads.push(Load { home, ..load });
+                    list.append(py.None())?;
+                }
+                Err(reason) => return Ok(Err(reason)),
+            }
+        } else if is_scalar(value) {
+            list.append(value)?;
+        } else if value.is_exact_instance_of::<PyList>() && depth < MAX_DEPTH {
+            let inner = PyList::empty(py);
+            if let Err(reason) = self.extend(&inner, value, depth + 1)? {
+                return Ok(Err(reason));
+            }
+            list.append(inner)?;
+        } else {
+            // A tuple can't be filled in later.
+            let through = Through { torch: &self.collator.torch, to: To::Device };
+            if !is_list(value) || !through.passes_nested(value)? {
+                return Ok(Err(through.why_not(value)));
+            }
+            list.append(through.pass(value)?)?;
+        }
+        Ok(Ok(()))
     }
 }
 

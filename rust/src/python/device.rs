@@ -25,12 +25,14 @@ pub(super) struct Load {
     pub(super) output: Output,
     pub(super) layouts: Layouts,
     pub(super) leaves: Vec<Py<PyAny>>,
+    /// Where in the field's batch it belongs; `None` if it is the batch.
+    pub(super) home: Option<(Py<PyList>, usize)>,
 }
 
 /// What a field becomes on the device.
 pub(super) struct Loads {
-    /// Whether its batch is a list of the loads, not the only one itself.
-    pub(super) list: bool,
+    /// The field's batch if that is a list: `None` where the loads belong.
+    pub(super) list: Option<Py<PyAny>>,
     pub(super) loads: Vec<Load>,
 }
 
@@ -39,7 +41,6 @@ pub(super) struct BoundField {
     key: Py<PyAny>,
     field: Py<PyAny>,
     column: Py<PyList>,
-    list: bool,
     loads: Range<usize>,
 }
 
@@ -64,12 +65,12 @@ pub(super) struct Laid {
 
 #[pymethods]
 impl DevicePlan {
-    /// For each field `(name, whether its batch is a list, its first load, its last + 1)`.
+    /// For each field `(name, its first load, its last + 1)`.
     #[getter]
     fn fields<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let fields = self.fields.iter().map(|field| {
             let Range { start, end } = field.loads;
-            (field.key.clone_ref(py), field.list, start, end).into_pyobject(py)
+            (field.key.clone_ref(py), start, end).into_pyobject(py)
         });
         PyList::new(py, fields.collect::<PyResult<Vec<_>>>()?)
     }
@@ -86,6 +87,12 @@ impl DevicePlan {
             list.append((leaves[0].bind(py), sizes, strides, output.nbytes, leaves.len()))?;
         }
         Ok(list)
+    }
+
+    /// Where a load belongs: `(list, index)`, or `None` if it is its field's batch.
+    fn home(&self, py: Python<'_>, load: usize) -> PyResult<Option<(Py<PyList>, usize)>> {
+        let load = self.loads.get(load).ok_or_else(|| PyValueError::new_err("no such load"))?;
+        Ok(load.home.as_ref().map(|(list, index)| (list.clone_ref(py), *index)))
     }
 
     /// Lays the loads of some fields out: `own` says for each field whether it gets an allocation
@@ -175,7 +182,8 @@ impl DevicePlan {
         let Some(jobs) = self.jobs(py, collator, laid, start..stop)? else {
             return Ok(false);
         };
-        add(&collator.counters().bytes_gathered, (stop - start) as u64);
+        let nbytes: usize = jobs.iter().map(|job| job.range.len()).sum();
+        add(&collator.counters().bytes_gathered, nbytes as u64);
         // The target's address was read before the leaves': they are asked for nothing that runs
         // Python code, and neither is anything from here on.
         let run = move || {
@@ -247,16 +255,14 @@ struct Job<'a> {
 
 impl DevicePlan {
     /// Adds a field of a table.
-    pub(super) fn push<'py>(&mut self, table: &Table<'py>, k: usize, loads: Loads) -> PyResult<()> {
+    pub(super) fn push(&mut self, table: &Table<'_>, k: usize, loads: Vec<Load>) -> PyResult<()> {
         let key = &table.keys[k];
-        let Loads { list, loads } = loads;
         let start = self.loads.len();
         self.loads.extend(loads);
         self.fields.push(BoundField {
             key: key.clone().unbind(),
             field: table.fields[k].clone().unbind(),
             column: table.column_for_reference(k, key.py())?.unbind(),
-            list,
             loads: start..self.loads.len(),
         });
         Ok(())
@@ -272,7 +278,7 @@ impl DevicePlan {
     ) -> PyResult<Option<Vec<Job<'a>>>> {
         let mut jobs = Vec::new();
         for (at, &load) in laid.loads.iter().enumerate() {
-            let Load { output, layouts, leaves } = &self.loads[load];
+            let Load { output, layouts, leaves, .. } = &self.loads[load];
             let offset = laid.layout.offsets[at];
             let start = range.start.max(offset);
             let end = range.end.min(offset + output.nbytes);

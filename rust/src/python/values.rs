@@ -8,7 +8,7 @@ use super::guard::Torch;
 use super::reason::Reason;
 
 /// Lists deeper than this go to the reference: one that holds itself would never end.
-const MAX_DEPTH: usize = 16;
+pub(super) const MAX_DEPTH: usize = 16;
 
 /// Values that no rule of the reference looks into: it passes them on as they are.
 pub(super) fn is_scalar(value: &Bound<'_, PyAny>) -> bool {
