@@ -150,14 +150,13 @@ def backend_of(device: Any) -> Backend | None:
     the host, the meta device, and what torch has no streams and events for."""
     if isinstance(device, Backend):
         return device
-    accelerator = _accelerator()
-    if accelerator is None:
-        return None
     try:
         known = torch.device(device)
     except (RuntimeError, TypeError):
         return None  # the reference's attempt raises its own error
-    if known.type != accelerator:
+    # The host first: asking for accelerators may start a driver, which a process that is yet to
+    # fork must not do.
+    if known.type in ("cpu", "meta") or known.type != _accelerator():
         return None
     index = torch.accelerator.current_device_index() if known.index is None else known.index
     return _of_torch(known.type, index)

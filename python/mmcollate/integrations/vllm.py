@@ -269,7 +269,7 @@ def _reduce(
         item, advice = errors.diagnose(field, [elem.data for elem in elems])
         errors.add_note(error, f"mmcollate: {errors.where(None, name, item)}: {advice}")
         raise
-    if reason == "not_on_cpu":
+    if device is not None:
         backends.wait_for_host([elem.data for elem in elems], batch)
     return batch
 
