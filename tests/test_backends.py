@@ -150,6 +150,31 @@ def test_fences_and_waits_name_the_device_and_its_stream(host, monkeypatch):
     assert other.waited == [fence]
 
 
+def test_whether_a_stream_captures_is_asked_of_the_devices_own(host, monkeypatch):
+    assert not host.is_capturing()  # a stream that can't be asked
+    stream = torch.accelerator.current_stream(CPU)
+    stream.is_capturing = lambda: True
+    assert host.is_capturing()
+    del stream.is_capturing
+    entered: list[Any] = []
+
+    class Entered:
+        def __init__(self, device: Any) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            entered.append(self.device)
+
+        def __exit__(self, *_: Any) -> None:
+            entered.append("left")
+
+    monkeypatch.setattr(torch.cuda, "device", Entered)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    older = backends.Torch(torch.device("cuda", 1))
+    assert older.is_capturing()
+    assert entered == [torch.device("cuda", 1), "left"]
+
+
 def test_kept_fields_that_lie_on_a_device_are_waited_for(monkeypatch):
     # meta stands for the accelerator; its copy to the host is stood in for.
     waits: list[Any] = []

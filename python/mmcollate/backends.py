@@ -134,10 +134,14 @@ class Torch(Backend):
         return tensor.is_pinned()
 
     def is_capturing(self) -> bool:
-        if self.device.type == "cuda":
-            return torch.cuda.is_current_stream_capturing()
+        # Newer streams can be asked; before, CUDA's current one alone.
         capturing = getattr(torch.accelerator.current_stream(self.device), "is_capturing", None)
-        return capturing is not None and bool(capturing())
+        if capturing is not None:
+            return bool(capturing())
+        if self.device.type != "cuda":
+            return False
+        with torch.cuda.device(self.device):
+            return torch.cuda.is_current_stream_capturing()
 
     def free_pinned(self) -> None:
         free = getattr(torch.accelerator, "empty_host_cache", None)

@@ -16,6 +16,7 @@ from mmcollate.fields import Batched, Field, Flat, Shared
 from mmcollate.torch_modes import only_device_contexts
 
 Item: TypeAlias = Mapping[str, Any]
+Device: TypeAlias = torch.device | str | int | Backend | None
 
 
 class Group(NamedTuple):
@@ -31,7 +32,7 @@ def collate(
     items: Sequence[Item],
     fields: Mapping[str, Field] | None = None,
     *,
-    device: torch.device | str | int | None = None,
+    device: Device = None,
     pin_memory: bool = False,
     modality: str | None = None,
 ) -> dict[str, Any]:
@@ -45,8 +46,9 @@ def collate(
             carry their fields.
         device: Where the tensors go, copied without blocking; fields that are kept on the CPU go
             there instead. ``None`` leaves every tensor where it is.
-        pin_memory: Whether copies to a device go through pinned memory. Without a device: whether
-            fresh tensors of fields that are not kept on the CPU are pinned.
+        pin_memory: Whether copies to a device go through pinned memory; all of the batch then go
+            together, and their tensors share one allocation (``docs/staging.md``). Without a
+            device: whether fresh tensors of fields that are not kept on the CPU are pinned.
         modality: Named in errors.
 
     Returns:
@@ -73,7 +75,7 @@ def stage(
     items: Sequence[Item],
     fields: Mapping[str, Field] | None = None,
     *,
-    device: Any = None,
+    device: Device = None,
     modality: str | None = None,
 ) -> staging.Staged:
     """Does the half of :func:`collate` that the host does: what is bound for the device is gathered
@@ -142,7 +144,7 @@ def collate_groups(
     fields: Mapping[str, Field] | None = None,
     *,
     modalities: Sequence[str] | None = None,
-    device: torch.device | str | int | None = None,
+    device: Device = None,
     pin_memory: bool = False,
 ) -> Iterator[Group]:
     """Makes batches of consecutive items that fit together; lazily.

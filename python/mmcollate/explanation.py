@@ -8,7 +8,7 @@ from typing import Any, TextIO
 import torch
 
 from mmcollate import collation
-from mmcollate.collation import Item
+from mmcollate.collation import Device, Item
 from mmcollate.fields import Field
 
 REASONS = {
@@ -106,7 +106,7 @@ def explain(
     fields: Mapping[str, Field] | None = None,
     *,
     modalities: Sequence[str] | None = None,
-    device: torch.device | str | int | None = None,
+    device: Device = None,
     pin_memory: bool = False,
     file: TextIO | None = None,
 ) -> Plan:
