@@ -180,11 +180,13 @@ def test_kept_fields_that_lie_on_a_device_are_waited_for(monkeypatch):
     waits: list[Any] = []
     monkeypatch.setattr(backends, "_accelerator", lambda: "meta")
 
-    class Waiting(Stream):
+    class Waiting(Event):
         def synchronize(self) -> None:
+            assert self.on.device == self.device
             waits.append(self.device)
 
-    monkeypatch.setattr(torch.accelerator, "current_stream", Waiting)
+    monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
+    monkeypatch.setattr(torch, "Event", Waiting)
     there, here = torch.ones(2, device="meta"), torch.ones(2)
     backends.wait_for_host([there, [there]], here)
     assert waits == [torch.device("meta")]

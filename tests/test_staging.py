@@ -6,8 +6,11 @@ Sizes are small: most tests make slots of some KiB, where the real ones are of 4
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import io
+import os
+import pickle
 import random
 import subprocess
 import sys
@@ -35,6 +38,7 @@ from mmcollate import (
     collation,
     detach,
     explain,
+    pinned,
     reference,
     retained_bytes,
     stage,
@@ -53,8 +57,10 @@ Items = list[dict[str, Any]]
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PINNED_MAX_MB", "STAGING_CHUNK_MB", "STRICT_PIN", "DEBUG"):
+    for name in ("PINNED_MAX_MB", "STAGING_CHUNK_MB", "STRICT_PIN", "DEBUG", "DIRECT"):
         monkeypatch.delenv(f"MMCOLLATE_{name}", raising=False)
+    # Small batches are enough to show most things.
+    monkeypatch.setattr(staging, "SMALL_COUNT", 1)
     mmcollate.reset_stats()
 
 
@@ -71,9 +77,16 @@ def door(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def arena_of_slots(monkeypatch: pytest.MonkeyPatch, slot: int, count: int) -> None:
-    """Arenas made from here on have so many slots of so many bytes."""
+    """Arenas made from here on have so many slots of so many bytes; 0: the system pins none."""
     monkeypatch.setenv("MMCOLLATE_STAGING_CHUNK_MB", repr(slot / MIB))
-    monkeypatch.setenv("MMCOLLATE_PINNED_MAX_MB", repr(slot * count / MIB))
+    monkeypatch.setenv("MMCOLLATE_PINNED_MAX_MB", repr(slot * max(count, 1) / MIB))
+    if count == 0:
+
+        def refuses(*_: Any) -> None:
+            raise RuntimeError("no locked memory")
+
+        monkeypatch.setattr(FakeDevice, "pinned", refuses)
+        monkeypatch.setattr(warnings, "warn", lambda *_, **__: None)
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, at: int = 0) -> torch.Tensor:
@@ -200,9 +213,9 @@ def test_without_the_fence_the_fake_device_shows_wrong_bytes(monkeypatch, how):
     """If this fails, the fake hides what the other tests look for."""
     monkeypatch.setenv("MMCOLLATE_PINNED_MAX_MB", "4")
     if how == "given back at once":
-        monkeypatch.setattr(staging.Arena, "launch", staging.Arena.release)
+        monkeypatch.setattr(pinned.Arena, "fence", lambda self: pinned.Passed())
     else:
-        monkeypatch.setattr(staging, "_has_passed", lambda fence: True)
+        monkeypatch.setattr(pinned, "_has_passed", lambda fence: True)
     device = FakeDevice(manual=True)
     first = send(device, constant(1))
     second = send(device, constant(2))
@@ -219,7 +232,7 @@ def test_without_the_fence_one_batch_of_many_slots_is_wrong_too(monkeypatch):
     batch = send(device, items)
     device.stream.synchronize()
     assert is_right(batch, items)
-    monkeypatch.setattr(staging.Arena, "launch", staging.Arena.release)
+    monkeypatch.setattr(pinned.Arena, "fence", lambda self: pinned.Passed())
     device = FakeDevice(manual=True)
     batch = send(device, items)
     device.stream.synchronize()
@@ -229,7 +242,7 @@ def test_without_the_fence_one_batch_of_many_slots_is_wrong_too(monkeypatch):
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_pageable_memory_that_is_freed_too_early_shows(monkeypatch, staged):
-    monkeypatch.setenv("MMCOLLATE_PINNED_MAX_MB", "0")
+    arena_of_slots(monkeypatch, 4 * MIB, 0)
     copy = FakeDevice.copy
 
     def never_blocking(*args: Any, blocking: bool) -> None:
@@ -279,13 +292,13 @@ def test_batches_in_flight_from_many_threads_are_right_and_stay_below_the_cap(
 
 
 def test_threads_that_use_a_device_first_at_one_time_share_one_arena(monkeypatch):
-    before = staging.Arena.__init__
+    before = pinned.Arena.__init__
 
     def slow(self: Any, *args: Any) -> None:
         time.sleep(0.01)
         before(self, *args)
 
-    monkeypatch.setattr(staging.Arena, "__init__", slow)
+    monkeypatch.setattr(pinned.Arena, "__init__", slow)
     for _ in range(3):
         device, arenas = FakeDevice(), []
         run_together(*(lambda d=device, a=arenas: a.append(staging.arena_of(d)),) * 4)
@@ -418,7 +431,11 @@ def test_a_lease_that_was_given_back_is_refused():
     with pytest.raises(RuntimeError, match="stale lease"):
         books.release(lease)
     books.release(again)
-    assert books.trim() == [lease[0]]
+    last = books.lease()
+    assert last is not None
+    books.retire(last)
+    with pytest.raises(RuntimeError, match="stale lease"):
+        books.retire(last)
     for gone in (books.release, books.launch):
         with pytest.raises(RuntimeError, match="stale lease"):
             gone(again)
@@ -432,15 +449,20 @@ def test_an_arena_refuses_a_stale_lease_and_stays_usable():
     device = FakeDevice(manual=True)
     arena = staging.arena_of(device)
     assert arena.lease() is None
-    lease = arena.grow()
-    assert lease is not None
-    arena.launch(lease)
-    with pytest.raises(RuntimeError, match="stale lease"):
-        arena.launch(lease)
+    slot = arena.grow()
+    assert slot is not None
+    slot.is_read = True
+    slot.close()
+    slot.close()
+    assert census(device) == (0, 0, 1)
+    [pair] = arena.flying
     device.stream.advance()
     arena.land()
+    assert census(device) == (1, 0, 0)
     with pytest.raises(RuntimeError, match="stale lease"):
-        arena.release(lease)
+        arena.free(pair)
+    with pytest.raises(AssertionError, match="given back"):
+        slot.memory.fill_(1)
     batch = send(device, constant(1))
     device.stream.advance()
     assert is_all(batch, 1)
@@ -534,9 +556,13 @@ def test_without_a_fence_and_without_waiting_a_slot_is_given_up():
         raise RuntimeError("no waiting either")
 
     device.fail_next("fence", RuntimeError("no fence"))
+    device.fail_next("fence", RuntimeError("no fence again"))
     device.synchronize = no_wait  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="no waiting"):
+    with pytest.raises(RuntimeError, match="no waiting") as raised:
         send(device, constant(1))
+    # It is tried once more when the slot is dropped.
+    del raised
+    gc.collect()
     assert census(device) == (0, 1, 0)
     del device.synchronize
     batch = send(device, constant(2))
@@ -609,23 +635,56 @@ def test_strict_pinning_makes_it_an_error(monkeypatch, when):
         send(device, constant(1))
     assert raised.value.__cause__ is own
     assert census(device)[1] == 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        batch = send(device, constant(2))
+    # Until the system is asked again.
+    with pytest.raises(CollateRuntimeError, match="STRICT_PIN is set"):
+        send(device, constant(1))
+    assert arena_stats(device)["refused"]
+    later = time.monotonic() + 61
+    monkeypatch.setattr(pinned.time, "monotonic", lambda: later)
+    assert not arena_stats(device)["refused"]
+    batch = send(device, constant(2))
     device.stream.advance()
     assert is_all(batch, 2)
 
 
-def test_nothing_is_pinned_where_the_cap_is_zero(monkeypatch):
-    monkeypatch.setenv("MMCOLLATE_PINNED_MAX_MB", "0")
+@pytest.mark.parametrize("cap", ["0", "0.003"])
+def test_a_cap_of_less_than_a_page_turns_staging_off(monkeypatch, cap):
+    monkeypatch.setenv("MMCOLLATE_PINNED_MAX_MB", cap)
     device, items = FakeDevice(), Dice(1).items(64 * KIB)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         batch = send(device, items, FIELDS)
     device.stream.synchronize()
     assert is_right(batch, items, FIELDS)
-    assert (device.peak_pinned_bytes, device.pageable_copies) == (0, device.copies)
-    assert arena_stats(device)["pageable_batches"] == 1
+    assert device.peak_pinned_bytes == 0
+    assert reasons().keys() == {"device_target"}
+
+
+def test_what_is_no_refusal_passes_and_turns_nothing_off():
+    device = FakeDevice(manual=True)
+    device.fail_next("pinned", RecursionError("too deep"))
+    with pytest.raises(RecursionError):
+        send(device, constant(1))
+    broken = torch.AcceleratorError("an illegal address was accessed")
+    device.fail_next("pinned", broken)
+    with pytest.raises(torch.AcceleratorError):
+        send(device, constant(1))
+    assert not arena_stats(device)["refused"]
+    batch = send(device, constant(2))
+    device.stream.advance()
+    assert is_all(batch, 2)
+    assert arena_stats(device)["pinned_bytes"] == 4 * MIB
+
+
+@pytest.mark.parametrize("text", ["99999999", "1e9"])
+def test_a_cap_beyond_all_memory_is_taken_as_all_memory(monkeypatch, text):
+    monkeypatch.setenv("MMCOLLATE_PINNED_MAX_MB", text)
+    monkeypatch.setenv("MMCOLLATE_STAGING_CHUNK_MB", "0.01")
+    device = FakeDevice()
+    send(device, constant(1))
+    stats = arena_stats(device)
+    assert stats["cap_bytes"] <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert stats["cap_bytes"] // stats["slot_bytes"] <= 8192
 
 
 @pytest.mark.parametrize("value", ["x", "-1", "nan", "1e99"])
@@ -899,7 +958,7 @@ def test_gaps_and_padding_are_zero_although_slots_are_dirty(monkeypatch):
     items = [{"a": noise(3), "b": noise(7, dtype=torch.uint8), "c": noise(2, n)} for n in (9, 5)]
     fields = {"a": Flat(), "b": Flat(), "c": Flat()}
     batch = send(device, items, fields)
-    [(memory,)] = [staging.arena_of(device)._slots.values()]
+    [(memory,)] = [staging.arena_of(device).slots.values()]
     device.stream.synchronize()
     assert is_right(batch, items, fields)
     assert (batch["c"][2:, 5:] == 0).all()
@@ -1038,6 +1097,7 @@ def test_one_pinned_leaf_is_left_to_the_reference():
     ["pinned", "pageable", "mixed", "mixed, last pinned", "small pinned", "one just too small"],
 )
 def test_large_pinned_leaves_are_copied_from_where_they_are(monkeypatch, leaves, slot):
+    monkeypatch.setenv("MMCOLLATE_DIRECT", "1")
     arena_of_slots(monkeypatch, slot, 16)
     device = FakeDevice(delay=1e-4)
     sizes = {
@@ -1068,6 +1128,46 @@ def test_large_pinned_leaves_are_copied_from_where_they_are(monkeypatch, leaves,
     assert reasons() == {}
 
 
+@pytest.mark.parametrize(
+    ("sizes", "staged"),
+    [
+        ([4096], False),
+        ([64 * KIB], False),
+        ([64 * KIB + 1], True),
+        ([60 * KIB, 4096], False),
+        ([60 * KIB, 4097], True),
+        ([8, 8, 8], True),
+        ([0], True),
+    ],
+)
+def test_what_is_small_takes_the_reference(monkeypatch, sizes, staged):
+    monkeypatch.undo()
+    device = FakeDevice()
+    items = [{f"x{k}": noise(n, dtype=torch.uint8) for k, n in enumerate(sizes)}]
+    fields = {name: Flat() for name in items[0]}
+    plan = explain(items, fields, device=device, pin_memory=True, file=io.StringIO())
+    batch = send(device, items, fields)
+    device.stream.synchronize()
+    assert is_right(batch, items, fields)
+    assert reasons() == ({} if staged else {"small": len(sizes)})
+    assert {field.way for field in plan.groups[0].fields} == {"stage" if staged else "reference"}
+    assert device.peak_pinned_bytes == (4 * MIB if staged and sum(sizes) else 0)
+
+
+def test_pinned_leaves_that_are_stacked_or_joined_are_free_at_once():
+    device = FakeDevice(manual=True)
+    leaves = [pinned_leaf(device, 2 * LARGE, at=k) for k in range(2)]
+    items = [{"x": leaf, "y": leaf, "z": torch.ones(3)} for leaf in leaves]
+    fields = {"x": Flat(), "y": Batched(), "z": Batched()}
+    expected = reference.collate(items, fields)
+    batch = send(device, items, fields)
+    for leaf in leaves:
+        leaf.fill_(9)
+    device.stream.advance()
+    assert_same(batch, expected)
+    assert arena_stats(device)["direct_copies"] == 0
+
+
 def test_a_ragged_list_of_pinned_leaves(monkeypatch):
     device = FakeDevice(manual=True)
     large = [pinned_leaf(device, n, at=n) for n in (LARGE, LARGE + 9)]
@@ -1088,6 +1188,7 @@ def test_a_ragged_list_of_pinned_leaves(monkeypatch):
 @pytest.mark.parametrize("how", ["collate", "stage"])
 @pytest.mark.parametrize("change", ["no longer pinned", "shorter", "strided", "another dtype"])
 def test_a_pinned_leaf_that_was_changed_is_the_reference_s(monkeypatch, change, how):
+    monkeypatch.setenv("MMCOLLATE_DIRECT", "1")
     device = FakeDevice(manual=True)
     leaves = [pinned_leaf(device, 2 * LARGE, at=k) for k in range(2)]
     items = [{"x": leaf, "y": torch.ones(3)} for leaf in leaves]
@@ -1245,7 +1346,7 @@ def test_a_forked_child_has_an_arena_of_its_own():
     device = FakeDevice(manual=True)
     first = send(device, constant(1))
     staged = stage(constant(2), {"x": Flat()}, device=device)
-    slots = staging.arena_of(device)._slots
+    slots = staging.arena_of(device).slots
     before = {slot: memory.clone() for slot, memory in slots.items()}
     stats = arena_stats(device)
 
@@ -1416,7 +1517,6 @@ def test_leaves_with_gradients_are_staged_where_none_are_recorded():
 def test_copies_block_where_the_device_needs_it(
     monkeypatch, slots, copies_are_ordered, pageable_copies_are_staged
 ):
-    arena_of_slots(monkeypatch, 16 * KIB, slots)
     device = FakeDevice(
         manual=True,
         copies_are_ordered=copies_are_ordered,
@@ -1424,6 +1524,8 @@ def test_copies_block_where_the_device_needs_it(
     )
     items = Dice(2).items(40 * KIB)
     large = pinned_leaf(device, LARGE)
+    arena_of_slots(monkeypatch, 16 * KIB, slots)
+    monkeypatch.setenv("MMCOLLATE_DIRECT", "1")
     items = [{**item, "large": x} for item in items for x in (large, noise(9, dtype=torch.uint8))]
     fields = {**FIELDS, "large": Flat()}
     batch = send(device, items, fields)
@@ -1734,8 +1836,8 @@ def test_a_write_to_a_free_slot_is_found(monkeypatch):
         device.stream.advance()
         assert is_all(batch, value)
     assert census(device) == (1, 0, 0)
-    [memory] = staging.arena_of(device)._slots.values()
-    assert (memory == staging.POISON).all()
+    [memory] = staging.arena_of(device).slots.values()
+    assert (memory == pinned.POISON).all()
     memory[12345] = 1
     with pytest.raises(AssertionError, match="slot 0 was written to while it was free"):
         send(device, constant(3))
@@ -1783,18 +1885,18 @@ def test_trimming_unpins_what_is_free_and_the_arena_grows_again(monkeypatch):
 @pytest.mark.parametrize("what", ["copied", "failed"])
 def test_a_slot_that_was_trimmed_is_held_by_nobody(monkeypatch, what):
     """Or more than the cap is pinned once the arena has grown again."""
-    device, pinned = FakeDevice(), []
-    launch = staging.Arena.launch
+    device, left = FakeDevice(), []
+    close = pinned.Slot.close
 
-    def launch_and_trim(self: staging.Arena, lease: Any) -> None:
-        launch(self, lease)
-        self.trim()
-        pinned.append(device.pinned_bytes)
+    def close_and_trim(self: pinned.Slot) -> None:
+        close(self)
+        staging.arena_of(device).trim()
+        left.append(device.pinned_bytes)
 
-    monkeypatch.setattr(staging.Arena, "launch", launch_and_trim)
     if what == "copied":
+        monkeypatch.setattr(pinned.Slot, "close", close_and_trim)
         send(device, constant(1))
-        assert pinned == [0]
+        assert left[0] == 0
         return
     monkeypatch.setattr(staging.Transfer, "_runs_to_gather", lambda self: [(0, 0, 1 << 40)])
     with pytest.raises(ValueError, match="range outside") as raised:
@@ -1923,18 +2025,167 @@ def test_an_interrupt_while_a_fence_is_made_does_not_lose_the_slot():
     assert (stats["leased"], stats["free"]) == (0, 1)
 
 
-def test_a_cap_below_a_page_pins_nothing(monkeypatch):
-    monkeypatch.setenv("MMCOLLATE_PINNED_MAX_MB", "0.001")
-    device = FakeDevice()
-    items = [{"x": torch.ones(40_000)} for _ in range(2)]
-    batch = mmcollate.collate(items, {"x": Flat()}, device=device, pin_memory=True)
-    device.synchronize()
-    assert batch["x"].tolist() == [1.0] * 80_000
-    assert device.peak_pinned_bytes == 0
-    assert mmcollate.arena_stats(device)["pageable_batches"] == 1
-
-
 def test_reserving_while_the_stream_captures_pins_nothing():
     device = FakeDevice()
     device.capturing = True
     assert mmcollate.reserve(device, 8 << 20) == 0
+
+
+# Interrupts, re-entry, ownership
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, at a place that a test chooses."""
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_an_interrupt_while_slots_land_loses_none(monkeypatch, where):
+    arena_of_slots(monkeypatch, 4 * MIB, 2)
+    device = FakeDevice(manual=True)
+    arena = staging.arena_of(device)
+    batches = [send(device, constant(value)) for value in (1, 2)]
+    device.stream.advance()
+    free = pinned.Arena.free
+
+    def interrupted(self: pinned.Arena, pair: tuple[int, int]) -> None:
+        if where == "behind":
+            free(self, pair)
+        raise Interrupt
+
+    monkeypatch.setattr(pinned.Arena, "free", interrupted)
+    with pytest.raises(Interrupt):
+        arena.land()
+    monkeypatch.setattr(pinned.Arena, "free", free)
+    assert census(device) == (2, 0, 0)
+    batches += [send(device, constant(value)) for value in (3, 4)]
+    device.stream.advance()
+    assert all(is_all(batch, value) for value, batch in enumerate(batches, 1))
+    assert device.peak_pinned_bytes == 8 * MIB
+
+
+def test_what_runs_while_slots_are_pinned_or_asked_may_use_the_arena():
+    """A lock that is held meanwhile would never be given back."""
+
+    class Busy(FakeDevice):
+        depth = 0
+
+        def pinned(self, nbytes: int) -> torch.Tensor:
+            if self.depth < 2:
+                self.depth += 1
+                arena_stats(self)
+                send(self, constant(7))
+            return super().pinned(nbytes)
+
+    with at_most(20):
+        device = Busy(manual=False)
+        batch = send(device, constant(1))
+        seen: list[Any] = []
+        device.manual = True
+        device.stream.launch(lambda: seen.append(arena_stats(device)["slot_bytes"]))
+        other = send(device, constant(2))
+        device.manual = False
+        third = send(device, constant(3))
+        device.synchronize()
+    assert seen == [4 * MIB]
+    for value, made in ((1, batch), (2, other), (3, third)):
+        assert is_all(made, value)
+
+
+def test_a_staged_batch_can_not_be_doubled():
+    device = FakeDevice()
+    staged = stage(constant(1), {"x": Flat()}, device=device)
+    for double in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="slots of the arena"):
+            double(staged)
+    batch = staged.to()
+    device.synchronize()
+    assert is_all(batch, 1)
+
+
+def test_one_of_several_threads_gets_a_staged_batch():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(30):
+            device = FakeDevice(manual=True)
+            staged = stage(constant(1), {"x": Flat()}, device=device)
+            made: list[Any] = []
+            refused: list[Any] = []
+
+            def take(staged: Any = staged, made: Any = made, refused: Any = refused) -> None:
+                try:
+                    made.append(staged.to())
+                except CollateRuntimeError as error:
+                    refused.append(error)
+
+            run_together(take, take)
+            device.stream.advance()
+            assert (len(made), len(refused)) == (1, 1)
+            assert is_all(made[0], 1)
+            assert census(device)[1:] == (0, 0)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_staged_batch_does_not_enter_a_capture():
+    device = FakeDevice(manual=True)
+    staged = stage(constant(1), {"x": Flat()}, device=device)
+    device.capturing = True
+    with pytest.raises(CollateRuntimeError, match="the stream captures"):
+        staged.to()
+    assert device.copies == 0
+    device.capturing = False
+    batch = staged.to()
+    device.stream.advance()
+    assert is_all(batch, 1)
+
+
+def test_a_cycle_through_the_items_is_collected():
+    device = FakeDevice()
+    leaf = torch.ones(40_000)
+    leaf.owner = stage(  # type: ignore[attr-defined]
+        [{"x": leaf, "y": torch.ones(3).to_sparse()}], {"x": Flat(), "y": Flat()}, device=device
+    )
+    gone = weakref.ref(leaf)
+    assert census(device) == (0, 1, 0)
+    del leaf
+    gc.collect()
+    assert gone() is None
+    assert census(device) == (1, 0, 0)
+
+
+def test_a_device_that_is_dropped_is_freed():
+    device = FakeDevice()
+    send(device, constant(1))
+    gone = weakref.ref(device)
+    del device
+    gc.collect()
+    assert gone() is None
+
+
+def test_gathers_of_many_leaves_read_each_once(monkeypatch):
+    # 20,000 leaves through slots that hold a few of them each: seconds, if each read all.
+    arena_of_slots(monkeypatch, 4 * KIB, 16)
+    device = FakeDevice()
+    leaves = noise(20_000 * 25, dtype=torch.uint8).split(25)
+    items = [{"x": leaf, "y": leaf[: 1 + k % 25]} for k, leaf in enumerate(leaves)]
+    fields = {"x": Batched(), "y": Flat()}
+    with at_most(20):
+        batch = send(device, items, fields)
+        device.synchronize()
+    assert is_right(batch, items, fields)
+
+
+def test_the_interpreter_ends_quietly_with_a_staged_batch():
+    script = (
+        "import torch\n"
+        "from mmcollate import Flat, stage\n"
+        "from mmcollate.testing import FakeDevice\n"
+        "device = FakeDevice()\n"
+        "kept = [stage([{'x': torch.ones(40_000)}], {'x': Flat()}, device=device)]\n"
+        "kept.append(kept)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

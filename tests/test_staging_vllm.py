@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -22,7 +23,7 @@ import pytest
 import torch
 from compare import Outcome, assert_same_outcome, outcome
 from families import FAMILIES, SETS, fields_of, items_of_set, mixed_items, sliced
-from mmcollate import staging
+from mmcollate import pinned, staging
 from mmcollate.reference import iter_leaves
 from mmcollate.testing import FakeDevice
 
@@ -93,7 +94,7 @@ class Device(FakeDevice):
         self._own: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._starts: dict[int, int] = {}
         if slot is not None:
-            self.arena = staging.Arena(self, 256 * slot, slot)
+            self.arenas = {os.getpid(): pinned.Arena(self, 256 * slot, slot)}
 
     def empty(self, nbytes: int) -> torch.Tensor:
         memory = super().empty(nbytes)

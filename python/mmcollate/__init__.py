@@ -25,8 +25,8 @@ from mmcollate.errors import (
 )
 from mmcollate.explanation import FieldPlan, GroupPlan, Plan, explain
 from mmcollate.fields import Batched, Field, Flat, Shared
+from mmcollate.pinned import ArenaStats
 from mmcollate.staging import (
-    ArenaStats,
     Staged,
     arena_stats,
     detach,

@@ -109,8 +109,8 @@ class Arena:
     def release(self, taken: tuple[int, int]) -> None:
         """Gives the slot back; one that was launched must have passed its fence."""
 
-    def trim(self) -> list[int]:
-        """Takes all free slots out of use, and returns which."""
+    def retire(self, taken: tuple[int, int]) -> None:
+        """Takes a leased slot out of use: its memory may go."""
 
     def census(self) -> tuple[int, int, int, int]:
         """How many slots are growing, free, leased and in flight."""
@@ -130,11 +130,15 @@ class DevicePlan:
         """For each field `(name, its first load, its last + 1)`."""
 
     @property
-    def loads(self) -> list[tuple[torch.Tensor, tuple[int, ...], tuple[int, ...], int, int]]:
-        """For each load `(its first leaf, sizes, strides, bytes, number of leaves)`."""
-
-    def home(self, load: int) -> tuple[list[Any], int] | None:
-        """Where a load belongs: `(list, index)`, or `None` if it is its field's batch."""
+    def loads(
+        self,
+    ) -> list[
+        tuple[
+            torch.Tensor, tuple[int, ...], tuple[int, ...], int, int, tuple[list[Any], int] | None
+        ]
+    ]:
+        """For each load `(its first leaf, sizes, strides, bytes, number of leaves, where it
+        belongs)`: `(list, index)`, or `None` if it is its field's batch."""
 
     def lay_out(
         self, own: Sequence[bool | None]

@@ -1,6 +1,5 @@
 """What staging needs of a device: memory, copies, fences."""
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -173,7 +172,8 @@ def wait_for_host(given: Any, made: Any) -> None:
         return
     leaves = (leaf for leaf in iter_leaves(given) if isinstance(leaf, torch.Tensor))
     for device in {leaf.device for leaf in leaves if leaf.device.type == _accelerator()}:
-        torch.accelerator.current_stream(device).synchronize()
+        # By an event: where torch or vLLM look for needless waits, a stream's would raise.
+        Torch(device).fence().synchronize()
 
 
 def current() -> Backend | None:
@@ -182,13 +182,19 @@ def current() -> Backend | None:
     return None if accelerator is None else backend_of(accelerator)
 
 
-@functools.cache
+_found: list[str] = []
+
+
 def _accelerator() -> str | None:
-    accelerator = getattr(torch, "accelerator", None)
-    if accelerator is None:
-        return None
-    found = accelerator.current_accelerator(check_available=True)
-    return None if found is None else str(found.type)
+    # Only what is found is remembered: torch may learn of a device later.
+    if not _found:
+        if not torch.accelerator.is_available():
+            return None
+        found = torch.accelerator.current_accelerator()
+        if found is None:
+            return None
+        _found.append(found.type)
+    return _found[0]
 
 
 _known: dict[tuple[str, int], Torch] = {}

@@ -29,10 +29,17 @@ def strict_pin() -> bool:
     return is_set("MMCOLLATE_STRICT_PIN")
 
 
+def direct() -> bool:
+    """``MMCOLLATE_DIRECT``: leaves in pinned memory are copied from there also where they are
+    stacked or joined. Whoever wrote them must then leave them as they are until the copies have
+    run, not only until ``collate()`` has returned."""
+    return is_set("MMCOLLATE_DIRECT")
+
+
 def pinned_max() -> int:
     """``MMCOLLATE_PINNED_MAX_MB``: most memory, in bytes, that is pinned for each device; 64 MiB if
-    unset. Less than a page (4096 bytes) pins none."""
-    cap = _mib("MMCOLLATE_PINNED_MAX_MB", 64)
+    unset, and never more than there is. Less than a page (4096 bytes) turns staging off."""
+    cap = min(_mib("MMCOLLATE_PINNED_MAX_MB", 64), _physical())
     return cap if cap >= 4096 else 0
 
 
@@ -40,6 +47,13 @@ def staging_chunk() -> int:
     """``MMCOLLATE_STAGING_CHUNK_MB``: bytes of one slot, and so of one copy to the device; 4 MiB if
     unset."""
     return max(_mib("MMCOLLATE_STAGING_CHUNK_MB", 4), 4096)
+
+
+def _physical() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 1 << 62
 
 
 def check() -> None:

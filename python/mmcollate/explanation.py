@@ -13,7 +13,7 @@ from mmcollate.fields import Field
 
 REASONS = {
     "device_target": "torch copies it to the device",
-    "small": "one small tensor, which torch copies as well",
+    "small": "one or two small tensors, which torch copies as well",
     "pinned_leaf": "in pinned memory already, from where torch copies it",
     "no_slot": "every slot of the arena is in use",
     "capturing": "the stream is capturing",

@@ -13,18 +13,17 @@ filled. A slot is written to again only when its fence has passed.
 """
 
 import os
-import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 
-from mmcollate import _core, config, errors
+from mmcollate import _core, errors
 from mmcollate.backends import Backend, Fence, backend_of, current
+from mmcollate.pinned import ArenaStats, Passed, Slot, arena_of
 from mmcollate.reference import iter_leaves
 
 ALIGN = 256
@@ -32,264 +31,29 @@ ALIGN = 256
 
 DIRECT_FROM = 256 << 10
 """A leaf of at least so many bytes that lies in pinned memory is copied from there: below it, one
-more copy costs more than the gather."""
+more copy costs more than the gather. Where the reference gathers it is done with the leaves when it
+returns, and callers may write to them: such leaves only under ``MMCOLLATE_DIRECT``."""
 
 SMALL = 64 << 10
-"""A batch of one tensor of at most so many bytes takes the reference, which makes one copy too."""
+"""A batch of at most :data:`SMALL_COUNT` tensors and so many bytes takes the reference: a lease, a
+fence and the books cost the host more than the copies that are saved."""
+
+SMALL_COUNT = 2
 
 GROW_PER_BATCH = 4
 """Most slots that one batch pins: it takes some milliseconds for each, once in the process."""
 
 WAIT_AT_MOST = 0.1
-"""Seconds that a batch under way waits for one of its own slots, before the reference takes the
+"""Seconds that a batch under way waits for slots of its own, in all, before the reference takes the
 fields that are left."""
-
-POISON = 0xA5
-"""What free slots are filled with under ``MMCOLLATE_DEBUG``."""
-
-_Lease = tuple[int, int]
-
-
-class _Sums(TypedDict):
-    batches: int
-    """Batches that were staged."""
-    copies: int
-    """Copies to the device, ``direct_copies`` included."""
-    direct_copies: int
-    """Copies from pinned leaves where they lay."""
-    bytes_copied: int
-    pageable_batches: int
-    """Batches that went through pageable memory, for want of pinned memory."""
-    refusals: int
-    """Times that the system refused to pin a slot."""
-    waits: int
-    """Times that a batch waited for one of its own slots."""
-
-
-class ArenaStats(_Sums):
-    """What :func:`arena_stats` returns."""
-
-    cap_bytes: int
-    """Most that may be pinned."""
-    slot_bytes: int
-    pinned_bytes: int
-    """Pinned now."""
-    peak_pinned_bytes: int
-    free: int
-    """Slots that wait to be used."""
-    leased: int
-    """Slots that are written to."""
-    in_flight: int
-    """Slots that the device may still read."""
-
-
-class Arena:
-    """The pinned slots of one device in one process.
-
-    ``rust/src/arena.rs`` keeps the books; here is the memory, and what proves that a slot is free.
-    """
-
-    def __init__(self, backend: Backend, cap: int, slot_bytes: int) -> None:
-        if cap > 0:
-            # torch rounds what it pins up to a power of two.
-            slot_bytes = min(1 << (slot_bytes.bit_length() - 1), 1 << (cap.bit_length() - 1))
-        self.backend = backend
-        self.refused = False
-        self._cap = cap
-        self._books = _core.Arena(slot_bytes, cap)
-        self._slots: dict[int, torch.Tensor] = {}
-        self._flying: list[tuple[_Lease, Fence]] = []
-        # Held for bookkeeping and while a slot is pinned. A forked child has an arena of its own.
-        self._lock = threading.Lock()
-        self._sums = _Sums(
-            batches=0,
-            copies=0,
-            direct_copies=0,
-            bytes_copied=0,
-            pageable_batches=0,
-            refusals=0,
-            waits=0,
-        )
-        self._peak = 0
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of each slot."""
-        return self._books.slot_bytes
-
-    @property
-    def has_none(self) -> bool:
-        """Whether there is no slot and there will be none."""
-        return not self._slots and (self.refused or self._books.capacity == 0)
-
-    def memory(self, lease: _Lease) -> torch.Tensor:
-        """The slot's memory: ``uint8``, ``(slot_bytes,)``."""
-        return self._slots[lease[0]]
-
-    def lease(self) -> _Lease | None:
-        """Takes a slot that nobody writes to and no device reads; ``None`` if there is none."""
-        lease = self._books.lease()
-        if lease is None:
-            self.land()
-            lease = self._books.lease()
-        if lease is None:
-            return None
-        if config.debug() and not bool((self.memory(lease) == POISON).all()):
-            raise AssertionError(f"mmcollate: slot {lease[0]} was written to while it was free")
-        return lease
-
-    def grow(self) -> _Lease | None:
-        """Pins one more slot and takes it; ``None`` if the cap or the system allows no more."""
-        with self._lock:
-            lease = None if self.refused else self._books.grow()
-            if lease is None:
-                return None
-            try:
-                self._slots[lease[0]] = self.backend.pinned(self.slot_bytes)
-            except (RuntimeError, MemoryError) as error:
-                self._books.settled(lease, False)
-                self.refused = True
-                self._sums["refusals"] += 1
-                pinned = len(self._slots) * self.slot_bytes
-                message = (
-                    f"mmcollate: can't pin {self.slot_bytes:,} bytes more than the {pinned:,} that"
-                    f" are pinned ({error}); batches take slower ways where these do not do"
-                )
-                cause = error
-            except BaseException:
-                self._books.settled(lease, False)
-                raise
-            else:
-                self._books.settled(lease, True)
-                self._peak = max(self._peak, len(self._slots) * self.slot_bytes)
-                return lease
-        try:
-            if config.strict_pin():
-                raise errors.CollateRuntimeError(
-                    f"{message}; MMCOLLATE_STRICT_PIN is set"
-                ) from cause
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-        finally:
-            # It refers to this frame, and so to the items.
-            del cause
-        return None
-
-    def launch(self, lease: _Lease) -> None:
-        """The device has been given copies from this slot: it comes back when they are done."""
-        try:
-            fence = self.backend.fence()
-        except BaseException as error:
-            # No fence, so nothing less than waiting for all proves that the slot has been read. If
-            # that fails too, the slot stays leased for good.
-            self.backend.synchronize()
-            self.release(lease)
-            if isinstance(error, Exception):
-                return
-            raise
-        with self._lock:
-            self._books.launch(lease)
-            self._flying.append((lease, fence))
-
-    def release(self, lease: _Lease) -> None:
-        """Gives back a slot that no device reads."""
-        if config.debug():
-            self.memory(lease).fill_(POISON)
-        self._books.release(lease)
-
-    def land(self) -> None:
-        """Takes back the slots whose fences have passed."""
-        with self._lock:
-            still_flying = []
-            for lease, fence in self._flying:
-                if _has_passed(fence):
-                    self.release(lease)
-                else:
-                    still_flying.append((lease, fence))
-            self._flying = still_flying
-
-    def reserve(self, nbytes: int) -> int:
-        """Pins slots until so many bytes are pinned, or no more can be; returns what is."""
-        while len(self._slots) * self.slot_bytes < nbytes and not self.backend.is_capturing():
-            lease = self.grow()
-            if lease is None:
-                break
-            self.release(lease)
-        return len(self._slots) * self.slot_bytes
-
-    def trim(self) -> int:
-        """Unpins the slots that are free; returns their bytes. While the stream captures, none."""
-        if self.backend.is_capturing():
-            return 0
-        self.land()
-        with self._lock:
-            slots = self._books.trim()
-            for slot in slots:
-                del self._slots[slot]
-            self.refused = False
-        if slots:
-            self.backend.free_pinned()
-        return len(slots) * self.slot_bytes
-
-    def count(self, **sums: int) -> None:
-        """Adds to the sums."""
-        with self._lock:
-            for name, by in sums.items():
-                self._sums[name] += by  # type: ignore[literal-required]
-
-    def stats(self) -> ArenaStats:
-        """See :class:`ArenaStats`."""
-        if not self.backend.is_capturing():
-            self.land()
-        with self._lock:
-            _, free, leased, in_flight = self._books.census()
-            return {
-                "cap_bytes": self._cap,
-                "slot_bytes": self.slot_bytes,
-                "pinned_bytes": len(self._slots) * self.slot_bytes,
-                "peak_pinned_bytes": self._peak,
-                "free": free,
-                "leased": leased,
-                "in_flight": in_flight,
-                **self._sums,
-            }
-
-
-class _Passed:
-    """The fence of what was waited for."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
-def _has_passed(fence: Fence) -> bool:
-    try:
-        return fence.query()
-    except Exception:  # a device in trouble has read nothing for sure
-        return False
-
-
-def arena_of(backend: Backend) -> Arena:
-    """The arena of a device in this process; made when it is first asked for."""
-    pid = os.getpid()
-    # Those of the processes that this one was forked from stay: never used, and never freed, for
-    # their memory is not this one's to unpin.
-    arenas: dict[int, Arena] = backend.__dict__.setdefault("arenas", {})
-    arena = arenas.get(pid)
-    if arena is None:
-        # Of threads that come here at one time, all take the first one's; without a lock, which a
-        # forked child could find taken.
-        arena = arenas.setdefault(pid, Arena(backend, config.pinned_max(), config.staging_chunk()))
-    return arena
 
 
 def backend_for(device: Any, pin_memory: Any) -> Backend | None:
     """The backend to stage through; ``None`` where the reference copies field by field."""
     if device is None or pin_memory is not True:
         return None
-    return backend_of(device)
+    backend = backend_of(device)
+    return backend if backend is not None and arena_of(backend).cap > 0 else None
 
 
 def is_embeds(name: Any) -> bool:
@@ -308,15 +72,24 @@ class Changed(Exception):
 
 @dataclass
 class _Filled:
-    """A host buffer with what is to be copied from it."""
+    """Host memory with what is to be copied from it: a slot, or pageable memory for want of one."""
 
-    lease: _Lease | None
-    """The slot that is the buffer. Its memory is only looked up: who gave the lease back must keep
-    nothing that a trim is to unpin."""
+    slot: Slot | None
     pageable: torch.Tensor | None = None
-    """The buffer if it is no slot."""
     copies: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """``(part, offset in the part, offset in the host buffer, bytes)``"""
+    """``(part, offset in the part, offset in the memory, bytes)``"""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """``uint8``; not to be kept longer than the slot."""
+        memory = self.pageable if self.slot is None else self.slot.memory
+        assert memory is not None
+        return memory
+
+    def close(self) -> None:
+        """Gives the slot back."""
+        if self.slot is not None:
+            self.slot.close()
 
 
 class Transfer:
@@ -327,6 +100,7 @@ class Transfer:
         self._plan = plan
         self._backend = backend
         self._arena = arena_of(backend)
+        self.pid = self._arena.pid
         self._fields = bound.fields
         self._loads = bound.loads
         self._dtypes = [leaf.dtype for leaf, *_ in self._loads]
@@ -335,7 +109,9 @@ class Transfer:
         self._direct = [
             (load, offset, nbytes, leaf, leaf.dtype, leaf.shape)
             for load, place in enumerate(self._places)
-            if place is not None and self._loads[load][3] >= DIRECT_FROM
+            if place is not None
+            and self._loads[load][3] >= DIRECT_FROM
+            and (self._loads[load][4] == 1 or self._arena.direct)
             for leaf, offset, nbytes in plan.large_leaves(load, DIRECT_FROM)
             if backend.is_pinned(leaf)
         ]
@@ -345,7 +121,10 @@ class Transfer:
         self._copied = 0
         self._pageable = False
         self._sent_until = 0
-        self._all_sent = False
+        self._sent = 0
+        self._to_send = sum(stop - start for _, start, stop in self._runs)
+        self._waited = 0.0
+        self._typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def _host_offset(self, load: int) -> int:
         place = self._places[load]
@@ -370,10 +149,8 @@ class Transfer:
 
     def allocate(self) -> None:
         """Allocates on the device."""
-        # A multiple of the alignment, so that it is one of every item size.
-        self.buffers = [
-            self._backend.empty(-(-(stop - start) // ALIGN) * ALIGN) for start, stop in self._parts
-        ]
+        # A multiple of the alignment is one of every item size.
+        self.buffers = [self._backend.empty(_aligned(stop - start)) for start, stop in self._parts]
 
     def copy_direct(self) -> None:
         """Copies from pinned leaves where they lie.
@@ -403,112 +180,95 @@ class Transfer:
         """
         while self._runs:
             self.copy(self.fill())
-        self._all_sent = True
 
-    def fill_all(self) -> list[_Filled]:
+    def fill_all(self) -> deque[_Filled]:
         """Gathers all of it, into pageable memory where no slot is free."""
-        filled: list[_Filled] = []
+        filled: deque[_Filled] = deque()
         try:
             while self._runs:
                 filled.append(self.fill(or_pageable=True))
         except BaseException:
-            self.discard(filled)
+            for one in filled:
+                one.close()
             raise
         return filled
-
-    def discard(self, filled: Sequence[_Filled]) -> None:
-        """Gives back what was filled and is not copied."""
-        for one in filled:
-            if one.lease is not None:
-                self._arena.release(one.lease)
-
-    def copy_all(self, filled: deque[_Filled]) -> None:
-        """Copies what :meth:`fill_all` returned, and takes out of it what was given on."""
-        while filled:
-            self.copy(filled.popleft())
-        self._all_sent = True
 
     def fill(self, *, or_pageable: bool = False) -> _Filled:
         """Gathers the next part of the layout into host memory."""
         filled = self._host_memory(or_pageable)
-        used, room = 0, self._memory(filled).numel()
+        memory, used = filled.memory, 0
         try:
-            while self._runs and used < room:
+            while self._runs and used < memory.numel():
                 part, start, stop = self._runs[0]
-                taken = min(stop - start, room - used)
-                into = slice(used, used + taken)
-                if not self._plan.gather(self._memory(filled)[into], start, start + taken):
+                taken = min(stop - start, memory.numel() - used)
+                if not self._plan.gather(memory[used : used + taken], start, start + taken):
                     raise Changed
                 filled.copies.append((part, start - self._parts[part][0], used, taken))
                 if start + taken < stop:
                     self._runs[0] = (part, start + taken, stop)
                 else:
                     self._runs.popleft()
-                used = -(-(used + taken) // ALIGN) * ALIGN
+                used = _aligned(used + taken)
         except BaseException:
-            if filled.lease is not None:
-                self._arena.release(filled.lease)
+            # Nor may the traceback keep what a trim is to unpin.
+            del memory
+            filled.close()
             raise
         return filled
 
     def _host_memory(self, or_pageable: bool) -> _Filled:
         arena = self._arena
         if not self._pageable:
-            lease = arena.lease()
-            if lease is None and self._grown < GROW_PER_BATCH:
-                lease = arena.grow()
-                self._grown += lease is not None
-            if lease is None and not arena.has_none and self._launched:
-                lease = self._wait_for_slot()
-            if lease is not None:
-                return _Filled(lease)
+            slot = arena.lease()
+            if slot is None and self._grown < GROW_PER_BATCH:
+                slot = arena.grow()
+                self._grown += slot is not None
+            if slot is None and not arena.has_none and self._launched:
+                slot = self._wait_for_slot()
+            if slot is not None:
+                return _Filled(slot)
             # Where memory can't be pinned, the reference would ask for it in vain too.
-            if not (or_pageable or arena.refused or arena.has_none):
+            if not (or_pageable or arena.refused):
                 raise NoSlot
             self._pageable = True
-        left = sum(-(-(stop - start) // ALIGN) * ALIGN for _, start, stop in self._runs)
+        left = sum(_aligned(stop - start) for _, start, stop in self._runs)
         return _Filled(None, torch.empty(left, dtype=torch.uint8, device="cpu"))
 
-    def _memory(self, filled: _Filled) -> torch.Tensor:
-        if filled.lease is not None:
-            return self._arena.memory(filled.lease)
-        assert filled.pageable is not None
-        return filled.pageable
-
-    def _wait_for_slot(self) -> _Lease | None:
+    def _wait_for_slot(self) -> Slot | None:
         self._arena.count(waits=1)
-        until = time.monotonic() + WAIT_AT_MOST
-        while True:
-            lease = self._arena.lease()
-            if lease is not None or time.monotonic() > until:
-                return lease
-            time.sleep(50e-6)
+        start = time.monotonic()
+        try:
+            while True:
+                slot = self._arena.lease()
+                if slot is not None or self._waited + time.monotonic() - start > WAIT_AT_MOST:
+                    return slot
+                time.sleep(50e-6)
+        finally:
+            self._waited += time.monotonic() - start
 
     def copy(self, filled: _Filled) -> None:
         """Gives the device the copies from a filled buffer, and a fence behind them."""
-        backend = self._backend
-        pinned = filled.lease is not None
-        given = 0
+        backend, memory = self._backend, filled.memory
         blocking = not backend.copies_are_ordered
-        blocking = blocking or not (pinned or backend.pageable_copies_are_staged)
+        if filled.slot is None:
+            blocking = blocking or not backend.pageable_copies_are_staged
         try:
             for part, offset, at, nbytes in filled.copies:
                 target = self.buffers[part][offset : offset + nbytes]
-                given += 1
-                backend.copy(target, self._memory(filled)[at : at + nbytes], blocking=blocking)
+                if filled.slot is not None:
+                    filled.slot.is_read = True
+                backend.copy(target, memory[at : at + nbytes], blocking=blocking)
+                self._launched += 1
                 self._copied += nbytes
+                self._sent += nbytes
                 self._sent_until = self._parts[part][0] + offset + nbytes
         finally:
-            if filled.lease is not None:
-                if given:
-                    self._arena.launch(filled.lease)
-                else:
-                    self._arena.release(filled.lease)
-            self._launched += given
+            del memory
+            filled.close()
 
     def is_sent(self, load: int) -> bool:
         """Whether all bytes of a load have been given to the device."""
-        if self._all_sent:
+        if self._sent == self._to_send:
             return True
         return self._host_offset(load) + self._loads[load][3] <= self._sent_until
 
@@ -517,19 +277,21 @@ class Transfer:
         place = self._places[load]
         assert place is not None
         part, offset = place
-        _, sizes, strides, _, _ = self._loads[load]
+        _, sizes, strides, *_ = self._loads[load]
         dtype = self._dtypes[load]
-        typed = self.buffers[part].view(dtype)
+        typed = self._typed.get((part, dtype))
+        if typed is None:
+            typed = self._typed[part, dtype] = self.buffers[part].view(dtype)
         start = typed.storage_offset() + offset // dtype.itemsize
         return typed.as_strided(sizes, strides, start)
 
     def put(self, k: int, batch: dict[str, Any]) -> bool:
         """Puts a field into the batch; ``False`` if not all of it was sent."""
         name, start, stop = self._fields[k]
-        if not all(map(self.is_sent, range(start, stop))):
+        if self._sent < self._to_send and not all(map(self.is_sent, range(start, stop))):
             return False
         for load in range(start, stop):
-            home = self._plan.home(load)
+            home = self._loads[load][5]
             if home is None:
                 batch[name] = self.carve(load)
             else:
@@ -546,6 +308,10 @@ class Transfer:
             bytes_copied=self._copied,
             pageable_batches=int(self._pageable),
         )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
 
 
 @dataclass
@@ -568,14 +334,14 @@ class Bound:
         is_pinned = self.backend.is_pinned
         if self.backend.is_capturing():
             return ["capturing"] * len(fields)
-        if len(loads) == 1 and 0 < loads[0][3] <= SMALL:
-            return ["small"]
+        if len(loads) <= SMALL_COUNT and 0 < sum(load[3] for load in loads) <= SMALL:
+            return ["small"] * len(fields)
         chosen: list[bool | str] = []
         for name, start, stop in fields:
             mine = loads[start:stop]
-            is_list = self.plan.home(start) is not None
-            single = all(leaves == 1 for *_, leaves in mine)
-            large = all(nbytes >= DIRECT_FROM for _, _, _, nbytes, _ in mine)
+            is_list = mine[0][5] is not None
+            single = all(leaves == 1 for _, _, _, _, leaves, _ in mine)
+            large = all(nbytes >= DIRECT_FROM for _, _, _, nbytes, _, _ in mine)
             # The reference copies such leaves from where they are, and keeps their strides.
             if single and (large or not is_list) and all(is_pinned(leaf) for leaf, *_ in mine):
                 chosen.append("pinned_leaf")
@@ -646,6 +412,16 @@ class Bound:
         ]
 
 
+class _Work(NamedTuple):
+    """What of a batch is still to be done."""
+
+    batch: dict[str, Any]
+    bound: Bound | None
+    chosen: list[bool | str]
+    transfer: Transfer | None
+    filled: deque[_Filled]
+
+
 class Staged:
     """A batch in host memory that is ready to be copied: what :func:`mmcollate.stage` returns.
 
@@ -654,25 +430,20 @@ class Staged:
     """
 
     def __init__(self, batch: dict[str, Any], backend: Backend, bound: Bound | None) -> None:
-        self._batch: dict[str, Any] | None = batch
         self._backend = backend
-        self._bound = bound
-        self._chosen: list[bool | str] = []
-        self._transfer: Transfer | None = None
-        self._filled: deque[_Filled] = deque()
         self._fence: Fence | None = None
-        self._buffers: list[torch.Tensor] = []
-        if bound is None:
-            return
-        self._chosen = bound.choose()
-        if any(not isinstance(choice, str) for choice in self._chosen):
-            transfer = bound.transfer(self._chosen)
+        self._tensors: list[torch.Tensor] = []
+        chosen = [] if bound is None else bound.choose()
+        transfer: Transfer | None = None
+        filled: deque[_Filled] = deque()
+        if bound is not None and any(not isinstance(choice, str) for choice in chosen):
+            transfer = bound.transfer(chosen)
             try:
-                self._filled.extend(transfer.fill_all())
+                filled = transfer.fill_all()
             except Changed:
-                self._chosen = ["changed"] * len(self._chosen)
-            else:
-                self._transfer = transfer
+                transfer, chosen = None, ["changed"] * len(chosen)
+        # Whoever takes it out has it alone.
+        self._work = [_Work(batch, bound, chosen, transfer, filled)]
 
     def to(self, device: Any = None) -> dict[str, Any]:
         """Gives the device the copies and returns the batch; once.
@@ -683,48 +454,65 @@ class Staged:
 
         Args:
             device: The device that was given to :func:`mmcollate.stage`, or ``None``.
+
+        Raises:
+            CollateValueError: It is another device.
+            CollateRuntimeError: The batch was given to the device before, or closed; or the stream
+                captures, and would read the slots again when it is replayed.
         """
         if device is not None and backend_of(device) is not self._backend:
             raise errors.CollateValueError(
                 f"this batch was staged for {self._backend!r}, not for {device!r}"
             )
-        batch, bound, transfer = self._batch, self._bound, self._transfer
-        if batch is None:
+        try:
+            work = self._work.pop()
+        except IndexError:
             raise errors.CollateRuntimeError(
                 "this batch was given to the device, or closed, before"
+            ) from None
+        batch, bound, chosen, transfer, filled = work
+        capturing = self._backend.is_capturing()
+        if transfer is not None and capturing:
+            self._work.append(work)
+            raise errors.CollateRuntimeError(
+                "the stream captures; call to() before the capture, or stage() within it"
+            )
+        if transfer is not None and transfer.pid != os.getpid():
+            raise errors.CollateRuntimeError(
+                "this batch was staged in the process that this one was forked from"
             )
         try:
             if transfer is not None:
                 transfer.allocate()
             if bound is not None:
                 # Before anything is given up, for here the device may have no memory too.
-                bound.reduce(self._chosen, batch)
+                bound.reduce(chosen, batch)
         except BaseException:
             if transfer is not None:
                 transfer.buffers = []
+            self._work.append(work)
             raise
-        self._batch = self._bound = self._transfer = None
         if transfer is not None and bound is not None:
             try:
                 transfer.copy_direct()
-                transfer.copy_all(self._filled)
+                while filled:
+                    transfer.copy(filled.popleft())
             except Changed:
                 pass
             finally:
-                transfer.discard(self._filled)
-                self._filled.clear()
-            staged = [k for k, choice in enumerate(self._chosen) if not isinstance(choice, str)]
-            for k in staged:
-                if not transfer.put(k, batch):
-                    self._chosen[k] = "changed"
+                for one in filled:
+                    one.close()
+            for k, choice in enumerate(chosen):
+                if not isinstance(choice, str) and not transfer.put(k, batch):
+                    chosen[k] = "changed"
                     bound.reduce_one(k, "changed", batch)
             transfer.finish()
-            self._buffers.extend(transfer.buffers)
+            self._tensors.extend(transfer.buffers)
         taken = set()
         if bound is not None:
-            bound.count(self._chosen)
-            taken = bound.taken(self._chosen)
-        self._buffers.extend(
+            bound.count(chosen)
+            taken = bound.taken(chosen)
+        self._tensors.extend(
             leaf
             for name, value in batch.items()
             for leaf in iter_leaves(value)
@@ -732,16 +520,9 @@ class Staged:
             and leaf.layout is torch.strided
             and (name in taken or not leaf.is_cpu)
         )
-        if not self._backend.is_capturing():
-            self._fence = self._made_fence()
+        if not capturing:
+            self._fence = arena_of(self._backend).fence()
         return batch
-
-    def _made_fence(self) -> Fence:
-        try:
-            return self._backend.fence()
-        except Exception:
-            self._backend.synchronize()
-            return _Passed()
 
     def ready(self) -> bool:
         """Whether the copies have run; never waits."""
@@ -755,23 +536,23 @@ class Staged:
                 host.
         """
         if self._fence is None:
-            raise errors.CollateRuntimeError("nothing was given to the device yet; call to() first")
+            raise errors.CollateRuntimeError(
+                "nothing was given to the device yet, or while the stream captured; call to() first"
+            )
         if stream is None:
             self._fence.synchronize()
         else:
-            fence = None if isinstance(self._fence, _Passed) else self._fence
-            self._backend.wait_on(stream, fence, self._buffers)
+            fence = None if isinstance(self._fence, Passed) else self._fence
+            self._backend.wait_on(stream, fence, self._tensors)
 
     def close(self) -> None:
         """Gives the slots back if the batch was not given to the device."""
-        transfer, self._batch, self._bound, self._transfer = self._transfer, None, None, None
-        if transfer is not None:
-            transfer.discard(self._filled)
-            self._filled.clear()
+        while self._work:
+            for one in self._work.pop().filled:
+                one.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_transfer", None) is not None:
-            self.close()
+    def __reduce__(self) -> Any:
+        raise TypeError("a staged batch can't be copied or pickled: it holds slots of the arena")
 
 
 def detach(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@
 >>> from mmcollate import Batched, collate
 >>> from mmcollate.testing import FakeDevice
 >>> device = FakeDevice(manual=True)
->>> items = [{"x": torch.ones(3), "y": torch.tensor(n)} for n in (5, 6)]
+>>> items = [{"x": torch.ones(10_000), "y": torch.tensor(n)} for n in (5, 6)]
 >>> batch = collate(items, {"x": Batched(), "y": Batched()}, device=device, pin_memory=True)
 >>> device.stream.advance()  # runs the copy, and the fence behind it
 2
@@ -127,7 +127,7 @@ class FakeDevice(Backend):
             self.pinned_bytes += nbytes
             self.peak_pinned_bytes = max(self.peak_pinned_bytes, self.pinned_bytes)
             self._pinned[storage.data_ptr()] = storage
-        weakref.finalize(storage, self._unpin, nbytes)
+        weakref.finalize(storage, _call_if_alive, weakref.WeakMethod(self._unpin), nbytes)
         return tensor
 
     def _unpin(self, nbytes: int) -> None:
@@ -143,7 +143,9 @@ class FakeDevice(Backend):
         start = -memory.data_ptr() % 512
         with self._lock:
             self.memory_bytes += nbytes
-        weakref.finalize(memory.untyped_storage(), self._free, nbytes)
+        weakref.finalize(
+            memory.untyped_storage(), _call_if_alive, weakref.WeakMethod(self._free), nbytes
+        )
         return memory[start : start + nbytes]
 
     def _free(self, nbytes: int) -> None:
@@ -200,7 +202,8 @@ class FakeDevice(Backend):
             leaf = leaf.new_empty(leaf.shape).copy_(leaf)
         source = leaf.reshape(-1).view(torch.uint8)
         target = self.empty(-(-source.numel() // 16) * 16)
-        self.copy(target[: source.numel()], source, blocking=not self.is_pinned(source))
+        if source.numel():
+            self.copy(target[: source.numel()], source, blocking=not self.is_pinned(source))
         return target.view(leaf.dtype).as_strided(leaf.shape, leaf.stride())
 
     def wait_on(self, stream: Any, fence: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -236,6 +239,12 @@ def _renew_locks() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_locks)
+
+
+def _call_if_alive(method: weakref.WeakMethod[Callable[[int], None]], nbytes: int) -> None:
+    found = method()
+    if found is not None:
+        found(nbytes)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

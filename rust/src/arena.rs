@@ -8,10 +8,10 @@
 //!   Absent ────────> Growing ────────────┐   ┌─────────────────> InFlight
 //!     ^                 │                v   │                      │
 //!     │     (no memory) │              Leased                       │
-//!     ├─────────────────┘              │     ^                      │ release: the fence
-//!     │                        release │     │ lease                │ has passed
-//!     │              trim              v     │                      │
-//!     └─────────────────────────────── Free <───────────────────────┘
+//!     ├─────────────────┘             │  │  ^                       │ release: the fence
+//!     │              retire           │  │  │ lease                 │ has passed
+//!     └───────────────────────────────┘  v  │                       │
+//!                                release Free <──────────────────────┘
 //! ```
 //!
 //! - There are as many places for slots as the cap allows, so the cap holds by construction,
@@ -175,13 +175,9 @@ impl Arena {
         self.step(lease, &[State::Leased, State::InFlight], State::Free)
     }
 
-    /// Takes the places of all free slots back and returns which: their memory may go.
-    pub fn trim(&self) -> Vec<usize> {
-        let free = |&slot: &usize| {
-            let (generation, state) = self.places[slot].read();
-            state == State::Free && self.places[slot].change(generation, state, State::Absent)
-        };
-        (0..self.places.len()).filter(free).collect()
+    /// Takes a leased slot out of use: its memory may go.
+    pub fn retire(&self, lease: Lease) -> Result<(), ArenaError> {
+        self.step(lease, &[State::Leased], State::Absent)
     }
 
     /// How many slots are in which state; while others move them, a snapshot of each by itself.
@@ -251,7 +247,7 @@ mod tests {
         let lease = grown(&arena);
         arena.launch(lease).unwrap();
         assert_eq!((arena.lease(), arena.grow()), (None, None));
-        assert_eq!(arena.trim(), [0_usize; 0]);
+        assert!(arena.retire(lease).is_err());
         arena.release(lease).unwrap();
         assert_eq!(arena.lease().unwrap().slot, lease.slot);
     }
@@ -274,15 +270,14 @@ mod tests {
     }
 
     #[test]
-    fn trimming_takes_free_slots_alone() {
-        let arena = Arena::new(4, 12);
-        let leases = [(); 3].map(|()| grown(&arena));
-        arena.release(leases[0]).unwrap();
-        arena.launch(leases[1]).unwrap();
-        assert_eq!(arena.trim(), [0]);
-        assert_eq!(arena.census().total(), 2);
+    fn a_slot_out_of_use_makes_room_for_another() {
+        let arena = Arena::new(4, 8);
+        let leases = [(); 2].map(|()| grown(&arena));
+        arena.retire(leases[0]).unwrap();
+        assert!(arena.retire(leases[0]).is_err());
+        assert_eq!(arena.census().total(), 1);
         let again = arena.grow().unwrap();
-        assert_eq!(again.slot, 0);
+        assert_eq!(again.slot, leases[0].slot);
         assert!(arena.release(leases[0]).is_err());
     }
 
@@ -356,16 +351,19 @@ mod loom_tests {
     }
 
     #[test]
-    fn a_slot_is_trimmed_or_leased_and_never_both() {
+    fn a_slot_goes_out_of_use_or_is_leased_and_never_both() {
         loom::model(|| {
             let shared = Arc::new(one_slot());
-            let trimming = {
+            let retiring = {
                 let shared = shared.clone();
-                thread::spawn(move || shared.0.trim().len())
+                thread::spawn(move || {
+                    shared.0.lease().is_some_and(|lease| shared.0.retire(lease).is_ok())
+                })
             };
             let leased = shared.0.lease();
-            let trimmed = trimming.join().unwrap();
-            assert_eq!(trimmed + usize::from(leased.is_some()), 1);
+            let retired = retiring.join().unwrap();
+            assert!(retired || leased.is_some());
+            assert!(!(retired && leased.is_some()));
             if let Some(lease) = leased {
                 shared.0.release(lease).unwrap();
             }

@@ -33,8 +33,10 @@ impl SegmentPtr {
 /// 2. The bytes of every source are alive until this returns (the contract of [`SourcePtr`]).
 /// 3. `segment` is valid for writes of `output.nbytes` bytes and overlaps no source.
 pub unsafe fn gather(output: &Output, sources: &[SourcePtr], segment: SegmentPtr) {
+    let range = 0..output.nbytes;
+    let leaves = output.leaves_in(&range, sources.len());
     // SAFETY: the range is the whole output; the rest is passed on.
-    unsafe { gather_range(output, sources, segment, 0..output.nbytes) };
+    unsafe { gather_range(output, &sources[leaves], segment, range) };
 }
 
 /// Writes zeros.
@@ -49,7 +51,8 @@ pub unsafe fn zero(segment: SegmentPtr, nbytes: usize) {
     }
 }
 
-/// Writes one range of an output's bytes; `segment` is where the range's first byte goes.
+/// Writes one range of an output's bytes; `segment` is where the range's first byte goes, `sources`
+/// are the leaves that [`Output::leaves_in`] says.
 ///
 /// # Safety
 ///
@@ -70,20 +73,20 @@ pub unsafe fn gather_range(
         Moves::Rows { len } => {
             // The range is not empty, so the rows are not.
             let first = window.range.start / len;
-            let last = window.range.end.div_ceil(*len);
-            for (row, source) in sources.iter().enumerate().take(last).skip(first) {
-                // SAFETY: the plan made the output `sources.len() * len` bytes (1), so the row
-                // lies inside it; the leaf holds `len` bytes (1, 2).
+            for (row, source) in (first..).zip(sources) {
+                // SAFETY: the plan made the output a whole number of rows (1), so the row lies
+                // inside it; the leaf holds `len` bytes (1, 2).
                 unsafe { window.write(source.address(), row * len, *len) };
             }
         }
-        Moves::Runs(lens) => {
-            let mut offset = 0;
-            for (source, &len) in sources.iter().zip(lens) {
-                // SAFETY: the runs add up to `output.nbytes` (1), so this one lies inside it; the
-                // leaf holds `len` bytes (1, 2).
-                unsafe { window.write(source.address(), offset, len) };
-                offset += len;
+        Moves::Runs(ends) => {
+            let first = output.leaves_in(&window.range, ends.len()).start;
+            let mut start = if first == 0 { 0 } else { ends[first - 1] };
+            for (source, &end) in sources.iter().zip(&ends[first..]) {
+                // SAFETY: the runs end at `output.nbytes` at the latest (1), so this one lies
+                // inside it; the leaf holds its bytes (1, 2).
+                unsafe { window.write(source.address(), start, end - start) };
+                start = end;
             }
         }
         Moves::Blocks { zero, blocks } => {

@@ -4,7 +4,7 @@
 //! written for the data itself, so a plan can be printed before it is carried out.
 
 use std::cmp::Reverse;
-use std::iter::repeat_n;
+use std::iter::{once, repeat_n};
 use std::ops::Range;
 
 use crate::align::align_up;
@@ -78,14 +78,28 @@ impl Output {
     /// Bytes of the leaves that lie in the output as they are, one after the other; none if
     /// leaves have gaps or interleave.
     pub fn whole_leaves(&self) -> impl Iterator<Item = usize> + '_ {
-        let (rows, runs) = match &self.moves {
+        let (rows, ends) = match &self.moves {
             Moves::Rows { len } => (Some(*len), &[][..]),
-            Moves::Runs(lens) => (None, &lens[..]),
+            Moves::Runs(ends) => (None, &ends[..]),
             Moves::Blocks { .. } => (None, &[][..]),
         };
         let count = |len: usize| self.nbytes.checked_div(len).unwrap_or(0);
         let rows = rows.into_iter().flat_map(move |len| repeat_n(len, count(len)));
-        rows.chain(runs.iter().copied())
+        let starts = once(0).chain(ends.iter().copied());
+        rows.chain(ends.iter().zip(starts).map(|(end, start)| end - start))
+    }
+
+    /// Which of `count` leaves have bytes in a range of the output; others may be among them.
+    pub fn leaves_in(&self, range: &Range<usize>, count: usize) -> Range<usize> {
+        match &self.moves {
+            _ if range.is_empty() => 0..0,
+            Moves::Rows { len } => range.start / len..range.end.div_ceil(*len),
+            Moves::Runs(ends) => {
+                let first = ends.partition_point(|&end| end <= range.start);
+                first..ends.partition_point(|&end| end < range.end) + 1
+            }
+            Moves::Blocks { .. } => 0..count,
+        }
     }
 }
 
@@ -97,7 +111,7 @@ pub enum Moves {
         /// Bytes of each leaf.
         len: usize,
     },
-    /// Contiguous leaves, one after the other: bytes of each.
+    /// Contiguous leaves, one after the other: where each ends.
     Runs(Vec<usize>),
     /// Leaves with gaps, or that interleave or leave padding: one block each.
     Blocks {
@@ -233,10 +247,14 @@ fn concat(leaves: &Layouts, dim: i64) -> Result<Output, PlanError> {
         return Ok(output(if leaves.uniform() {
             Moves::Rows { len: shape::byte_count(leaves.sizes(0), item_size)? }
         } else {
-            let runs = (0..leaves.len())
-                .map(|leaf| shape::byte_count(leaves.sizes(leaf), item_size))
-                .collect::<Result<_, _>>()?;
-            Moves::Runs(runs)
+            let mut end: usize = 0;
+            let mut ends = Vec::with_capacity(leaves.len());
+            for leaf in 0..leaves.len() {
+                let nbytes = shape::byte_count(leaves.sizes(leaf), item_size)?;
+                end = end.checked_add(nbytes).ok_or(PlanError::TooLarge)?;
+                ends.push(end);
+            }
+            Moves::Runs(ends)
         }));
     }
 
@@ -437,7 +455,14 @@ mod tests {
         assert_eq!(rows.sizes.as_slice(), &[2, 3]);
         let runs = leaves(&[(&[2, 3], &[3, 1]), (&[5, 3], &[3, 1])]);
         let runs = gathered(Kind::Flat { dim: -2 }, &runs);
-        assert_eq!(runs.moves, Moves::Runs(vec![24, 60]));
+        assert_eq!(runs.moves, Moves::Runs(vec![24, 84]));
+        assert_eq!(runs.whole_leaves().collect::<Vec<_>>(), [24, 60]);
+        let among = |start: usize, end: usize| runs.leaves_in(&(start..end), 2);
+        assert_eq!(
+            [among(0, 84), among(0, 24), among(24, 25), among(23, 25)],
+            [0..2, 0..1, 1..2, 0..2]
+        );
+        assert_eq!((among(7, 7), rows.leaves_in(&(13..24), 2)), (0..0, 1..2));
         assert_eq!(runs.sizes.as_slice(), &[7, 3]);
     }
 

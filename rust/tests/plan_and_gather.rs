@@ -116,8 +116,10 @@ fn run_in_ranges(output: &Output, leaves: &[Leaf], cuts: &[usize]) -> Vec<u8> {
         let len = range[1] - range[0];
         let mut segment = vec![0xAB; len + 2 * GUARD];
         let target = SegmentPtr::new(segment[GUARD..].as_mut_ptr());
+        let range = range[0]..range[1];
+        let leaves = output.leaves_in(&range, sources.len());
         // SAFETY: `output` was planned from these leaves; the segment is as long as the range.
-        unsafe { gather_range(output, &sources, target, range[0]..range[1]) };
+        unsafe { gather_range(output, &sources[leaves], target, range) };
         assert!(segment[..GUARD].iter().all(|&byte| byte == 0xAB), "wrote before the segment");
         assert!(segment[GUARD + len..].iter().all(|&byte| byte == 0xAB), "wrote behind it");
         bytes.extend_from_slice(&segment[GUARD..GUARD + len]);

@@ -263,8 +263,10 @@ def _reduce(
     reduce = functools.partial(first.reduce_data, elems)
     try:
         if isinstance(device, Backend):
-            return device.reference(reduce, keep_on_cpu=first.keep_on_cpu, pin_memory=pin_memory)
-        batch = reduce(device=device, pin_memory=pin_memory)
+            keep = first.keep_on_cpu
+            batch = device.reference(reduce, keep_on_cpu=keep, pin_memory=pin_memory)
+        else:
+            batch = reduce(device=device, pin_memory=pin_memory)
     except Exception as error:
         item, advice = errors.diagnose(field, [elem.data for elem in elems])
         errors.add_note(error, f"mmcollate: {errors.where(None, name, item)}: {advice}")

@@ -58,9 +58,9 @@ impl Arena {
         self.books.release(lease(taken)).map_err(raised)
     }
 
-    /// Takes all free slots out of use, and returns which.
-    fn trim(&self) -> Vec<usize> {
-        self.books.trim()
+    /// Takes a leased slot out of use: its memory may go.
+    fn retire(&self, taken: Pair) -> PyResult<()> {
+        self.books.retire(lease(taken)).map_err(raised)
     }
 
     /// How many slots are growing, free, leased and in flight.

@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
@@ -65,6 +66,33 @@ pub(super) struct Laid {
 
 #[pymethods]
 impl DevicePlan {
+    /// Leaves may refer to what holds the plan.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        for object in [&self.device, &self.pin_memory, &self.context] {
+            visit.call(object)?;
+        }
+        for BoundField { key, field, column, .. } in &self.fields {
+            visit.call(key)?;
+            visit.call(field)?;
+            visit.call(column)?;
+        }
+        for Load { leaves, home, .. } in &self.loads {
+            for leaf in leaves {
+                visit.call(leaf)?;
+            }
+            if let Some((list, _)) = home {
+                visit.call(list)?;
+            }
+        }
+        visit.call(&self.collator)
+    }
+
+    fn __clear__(&mut self) {
+        self.fields.clear();
+        self.loads.clear();
+        self.layout = None;
+    }
+
     /// For each field `(name, its first load, its last + 1)`.
     #[getter]
     fn fields<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
@@ -75,24 +103,21 @@ impl DevicePlan {
         PyList::new(py, fields.collect::<PyResult<Vec<_>>>()?)
     }
 
-    /// For each load `(its first leaf, sizes, strides, bytes, number of leaves)`.
+    /// For each load `(its first leaf, sizes, strides, bytes, number of leaves, where it belongs)`:
+    /// `(list, index)`, or `None` if it is its field's batch.
     #[getter]
     fn loads<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let list = PyList::empty(py);
-        for Load { output, leaves, .. } in &self.loads {
+        for Load { output, leaves, home, .. } in &self.loads {
+            let home = home.as_ref().map(|(list, index)| (list.bind(py), *index));
             let strides = shape::contiguous_strides(&output.sizes)
                 .map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
             let sizes = PyTuple::new(py, output.sizes.iter())?;
             let strides = PyTuple::new(py, strides.iter())?;
-            list.append((leaves[0].bind(py), sizes, strides, output.nbytes, leaves.len()))?;
+            let leaf = leaves[0].bind(py);
+            list.append((leaf, sizes, strides, output.nbytes, leaves.len(), home))?;
         }
         Ok(list)
-    }
-
-    /// Where a load belongs: `(list, index)`, or `None` if it is its field's batch.
-    fn home(&self, py: Python<'_>, load: usize) -> PyResult<Option<(Py<PyList>, usize)>> {
-        let load = self.loads.get(load).ok_or_else(|| PyValueError::new_err("no such load"))?;
-        Ok(load.home.as_ref().map(|(list, index)| (list.clone_ref(py), *index)))
     }
 
     /// Lays the loads of some fields out: `own` says for each field whether it gets an allocation
@@ -285,17 +310,18 @@ impl DevicePlan {
             if start >= end {
                 continue;
             }
-            let mut sources = Vec::with_capacity(leaves.len());
-            for (leaf, object) in leaves.iter().enumerate() {
-                let object = object.bind(py);
-                match collator.borrow(object) {
+            let range = start - offset..end - offset;
+            let among = output.leaves_in(&range, leaves.len());
+            let mut sources = Vec::with_capacity(among.len());
+            for leaf in among {
+                match collator.borrow(leaves[leaf].bind(py)) {
                     Some(borrowed) if as_planned(&borrowed, layouts, leaf) => {
                         sources.push(borrowed.source());
                     }
                     _ => return Ok(None),
                 }
             }
-            jobs.push(Job { output, sources, offset, range: start - offset..end - offset });
+            jobs.push(Job { output, sources, offset, range });
         }
         Ok(Some(jobs))
     }
