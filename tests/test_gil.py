@@ -195,7 +195,7 @@ import torch
 from mmcollate import Batched, Flat, Shared, collate
 
 leaf = torch.arange(6.0).reshape(2, 3)
-items = [{"a": leaf, "b": leaf.t(), "c": leaf, "d": 1} for _ in range(4)]
+items = [{"a": leaf, "b": leaf, "c": leaf, "d": 1} for _ in range(4)]
 fields = {"a": Batched(keep_on_cpu=True), "b": Flat(dim=1), "c": Shared(), "d": Batched()}
 start = threading.Barrier(7)
 
@@ -213,7 +213,7 @@ for _ in range(12):
     pid = os.fork()
     if pid == 0:
         signal.alarm(30)
-        os._exit(0 if collate(items, fields)["b"].shape == (3, 8) else 1)
+        os._exit(0 if collate(items, fields)["b"].shape == (2, 12) else 1)
     children.append(pid)
 for thread in threads:
     thread.join()
@@ -222,8 +222,10 @@ sys.exit(str([code for pid in children if (code := os.waitpid(pid, 0)[1])] or ""
 
 
 def test_children_forked_while_threads_collate_for_the_first_time_do_not_hang():
-    # Whatever is set up at first use must not be a lock that a child can find taken.
-    for _ in range(3):
+    # Whatever is set up at first use must not be a lock that a child can find taken. Strided leaves
+    # are left out: torch gives up the interpreter lock to say whether they are negated, and what a
+    # thread does without it is torch's and the C library's own.
+    for _ in range(5):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", FORKS_WHILE_FIRST_USED],
             capture_output=True,
