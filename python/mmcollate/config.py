@@ -1,4 +1,5 @@
-"""Environment variables, read when they are needed; nothing is cached and nothing is set."""
+"""Environment variables. Those of staging are read when a device is first used, the others whenever
+they are needed; none is set."""
 
 import os
 

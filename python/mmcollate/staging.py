@@ -39,9 +39,10 @@ SMALL = 64 << 10
 fence and the books cost the host more than the copies that are saved."""
 
 SMALL_COUNT = 2
+"""See :data:`SMALL`."""
 
 GROW_PER_BATCH = 4
-"""Most slots that one batch pins: it takes some milliseconds for each, once in the process."""
+"""Most slots that one batch pins, so that no batch pays for all of them."""
 
 WAIT_AT_MOST = 0.1
 """Seconds that a batch under way waits for slots of its own, in all, before the reference takes the
