@@ -229,3 +229,10 @@ def test_importing_and_collating_on_the_host_starts_no_driver():
 def test_a_fake_device_given_twice_is_one_backend():
     device = FakeDevice()
     assert backends.backend_of(device) is device
+
+
+def test_torch_is_not_asked_for_an_accelerator_where_all_is_on_the_host(monkeypatch):
+    # It takes 150 us to say that there is none.
+    monkeypatch.setattr(backends, "_accelerator", lambda: pytest.fail("asked"))
+    backends.wait_for_host([torch.ones(2), [torch.ones(2), 3]], torch.ones(2))
+    backends.wait_for_host([None, "x"], [])

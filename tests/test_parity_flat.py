@@ -16,6 +16,7 @@ from vllm_items import (
     GRAD_MODES,
     ORIGINAL,
     flat,
+    item,
     items_of,
     leaves_of,
     same,
@@ -430,6 +431,20 @@ def test_an_iterator_is_used_up_as_by_the_engine():
 
 def test_no_elements_are_an_empty_list():
     assert mmcollate.reference.reduce(mmcollate.Flat(), []) == []
+
+
+@pytest.mark.parametrize("odd", [False, True], ids=["zeros and ones", "another byte"])
+@pytest.mark.parametrize("strided", [False, True])
+def test_padded_bools_keep_what_torch_makes_of_their_bytes(odd, strided):
+    masks = [torch.ones(3, n, dtype=torch.uint8) for n in (5, 8)]
+    masks[1][1, 3] = 7 if odd else 0
+    masks = [mask.t().contiguous().t() if strided else mask for mask in masks]
+    items = [item(x=flat(mask.view(torch.bool))) for mask in masks]
+    before = mmcollate.stats()["fields"]["gather"]
+    both = same_groups(items, device="cpu")
+    gathered = mmcollate.stats()["fields"]["gather"] - before
+    assert (gathered > 0) == (not odd and not strided)
+    assert both.result[0][1]["x"].shape == (6, 8)
 
 
 # Dtypes

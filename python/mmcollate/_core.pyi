@@ -7,8 +7,20 @@ import torch
 
 from mmcollate.stats import Stats
 
-__all__ = ["Arena", "Collator", "DevicePlan", "__version__", "reset_stats", "stats"]
+__all__ = [
+    "COPY_UP_TO",
+    "Arena",
+    "Collator",
+    "DevicePlan",
+    "__version__",
+    "reset_stats",
+    "set_warm_max",
+    "stats",
+    "trim_warm",
+]
 __version__: str
+COPY_UP_TO: int
+"""Of a batch of up to this many bytes no view is made, though its leaves lie side by side."""
 
 @final
 class Collator:
@@ -26,6 +38,7 @@ class Collator:
         can_batch: Callable[..., bool],
         only_device_contexts: Callable[[], bool],
         skip_table: bool = False,
+        alias: bool = False,
         counted: bool = True,
     ) -> Collator:
         """Of items whose attribute `data` is a dict of elements with `data` and `field`."""
@@ -162,3 +175,9 @@ def stats() -> Stats:
 
 def reset_stats() -> None:
     """All sums back to zero."""
+
+def set_warm_max(nbytes: int) -> None:
+    """The most bytes that wait in the warm pool from now on; 0 turns it off."""
+
+def trim_warm() -> int:
+    """Gives the memory in the warm pool back; returns how many bytes."""

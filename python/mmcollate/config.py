@@ -1,5 +1,5 @@
-"""Environment variables. Those of staging are read when a device is first used, the others whenever
-they are needed; none is set."""
+"""Environment variables. Those of staging are read when a device is first used, the warm pool's
+at the first batch, the others whenever they are needed; none is set."""
 
 import os
 
@@ -37,6 +37,12 @@ def direct() -> bool:
     return is_set("MMCOLLATE_DIRECT")
 
 
+def no_alias() -> bool:
+    """``MMCOLLATE_NO_ALIAS``: leaves that lie side by side in one tensor are copied like any
+    others, and their batch is no view. To be set before the first batch."""
+    return is_set("MMCOLLATE_NO_ALIAS")
+
+
 def pinned_max() -> int:
     """``MMCOLLATE_PINNED_MAX_MB``: most memory, in bytes, that is pinned for each device; 64 MiB if
     unset, and never more than there is. Less than a page (4096 bytes) turns staging off."""
@@ -50,6 +56,12 @@ def staging_chunk() -> int:
     return max(_mib("MMCOLLATE_STAGING_CHUNK_MB", 4), 4096)
 
 
+def warm_max() -> int:
+    """``MMCOLLATE_WARM_MAX_MB``: most memory of large batches that are gone, in bytes, that is kept
+    for those to come; none if unset."""
+    return _mib("MMCOLLATE_WARM_MAX_MB", 0)
+
+
 def _physical() -> int:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -61,6 +73,7 @@ def check() -> None:
     """Raises ``ValueError`` if a variable can't be read."""
     pinned_max()
     staging_chunk()
+    warm_max()
 
 
 def _mib(name: str, default: float) -> int:

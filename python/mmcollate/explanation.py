@@ -37,6 +37,7 @@ REASONS = {
     "dim": "a concat dimension that is out of range, no int, or not 0 for lists",
     "too_large": "sizes beyond 64 bits",
     "no_memory": "no memory for the batch",
+    "side_by_side": "leaves side by side in several storages, or that a view would not stand for",
     "torch_mode": "a torch mode wants to see the operations",
 }
 """What each reason in ``stats()["reference_reasons"]`` means."""
@@ -169,6 +170,8 @@ def _why(kind: str, way: str, count: int, tensors: bool, reason: str) -> str:
     if way == "stage":
         return f"{kind}: gathered, and copied with the others"
     if way == "view":
+        if count > 1:
+            return f"{kind}: {count} items that lie side by side in one tensor"
         return f"{kind}, one item: its own, with a first dimension"
     if way == "list":
         if kind == "flat":

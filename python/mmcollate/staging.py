@@ -597,12 +597,19 @@ def reserve(device: Any = None, nbytes: int | None = None) -> int:
 
 
 def trim(device: Any = None) -> int:
-    """Unpins what a device's arena does not use now; returns how many bytes.
+    """Gives memory back that is not in use now; returns how many bytes.
+
+    Args:
+        device: Whose pinned memory; that of torch's current accelerator, if there is one, and the
+            warm pool's memory too, if ``None``.
 
     Raises:
         CollateValueError: Nothing is staged for such a device.
     """
-    return arena_of(staged_to(device)).trim()
+    warm = _core.trim_warm() if device is None else 0
+    if device is None and current() is None:
+        return warm
+    return warm + arena_of(staged_to(device)).trim()
 
 
 def staged_to(device: Any) -> Backend:

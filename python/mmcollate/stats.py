@@ -11,7 +11,7 @@ class FieldCounts(TypedDict):
     alias: int
     """The item's own object: a flat field of one item, or a shared field."""
     view: int
-    """A view of the only item's tensor."""
+    """A view of the only item's tensor, or of the one that all items are slices of."""
     list: int
     """A list of the items' objects."""
     gather: int
@@ -23,7 +23,7 @@ class FieldCounts(TypedDict):
 
 
 class Stats(TypedDict):
-    """What :func:`stats` returns. All are sums but ``detached_peak``."""
+    """What :func:`stats` returns. All are sums but ``detached_peak`` and ``warm_pool_bytes``."""
 
     batches: int
     items: int
@@ -35,6 +35,8 @@ class Stats(TypedDict):
     """Gathers large enough to let other Python threads run meanwhile."""
     detached_peak: int
     """The most of these that ever ran at one time."""
+    warm_pool_bytes: int
+    """Memory of batches that are gone, which waits for the next; see ``MMCOLLATE_WARM_MAX_MB``."""
 
 
 def stats() -> Stats:

@@ -39,6 +39,20 @@ pub unsafe fn gather(output: &Output, sources: &[SourcePtr], segment: SegmentPtr
     unsafe { gather_range(output, &sources[leaves], segment, range) };
 }
 
+/// Whether whole leaves lie in memory as they would in the output: each where the one before it
+/// ends.
+pub fn is_in_place(output: &Output, sources: &[SourcePtr]) -> bool {
+    if matches!(output.moves, Moves::Blocks { .. }) || sources.is_empty() {
+        return false;
+    }
+    let mut here = sources[0].address();
+    output.whole_leaves().zip(sources).all(|(nbytes, source)| {
+        let in_place = source.address() == here;
+        here = here.wrapping_add(nbytes);
+        in_place
+    })
+}
+
 /// Writes zeros.
 ///
 /// # Safety

@@ -14,6 +14,7 @@ pub mod dlpack;
 pub mod dtype;
 pub mod error;
 pub mod gather;
+pub mod memory;
 pub mod plan;
 pub mod shape;
 pub mod source;

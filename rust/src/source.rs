@@ -37,6 +37,26 @@ impl SourcePtr {
         self.0
     }
 
+    /// Whether every byte is 0 or 1, as those of bools are unless they were made from other bytes.
+    ///
+    /// # Safety
+    ///
+    /// The leaf is contiguous and holds `len` bytes.
+    pub unsafe fn holds_plain_bools(self, len: usize) -> bool {
+        let mut seen: u64 = 0;
+        let words = len / size_of::<u64>();
+        for word in 0..words {
+            let at = self.0.wrapping_add(word * size_of::<u64>()).cast::<u64>();
+            // SAFETY: these 8 bytes are among the leaf's; no alignment is asked for.
+            seen |= unsafe { at.read_unaligned() };
+        }
+        for byte in words * size_of::<u64>()..len {
+            // SAFETY: this byte is among the leaf's.
+            seen |= u64::from(unsafe { self.0.wrapping_add(byte).read() });
+        }
+        seen & 0xfefe_fefe_fefe_fefe == 0
+    }
+
     /// Whether two leaves hold the same bytes.
     ///
     /// # Safety
@@ -108,6 +128,14 @@ impl Layouts {
         self.note_strides(leaf, sizes, strides);
     }
 
+    /// Adds a leaf with the sizes that all have had so far, and the strides of the first, which is
+    /// contiguous; returns whether it is such a leaf.
+    pub fn push_alike(&mut self, sizes: &[i64], strides: &[i64], first_strides: &[i64]) -> bool {
+        let alike = self.uniform() && same(sizes, &self.sizes) && same(strides, first_strides);
+        self.count += usize::from(alike);
+        alike
+    }
+
     fn note_strides(&mut self, leaf: usize, sizes: &[i64], strides: &[i64]) {
         if !shape::is_contiguous(sizes, strides) {
             self.expanded |= shape::is_expanded(sizes, strides);
@@ -169,6 +197,11 @@ impl Layouts {
     }
 }
 
+/// `left == right`, without a call of the C library's for three numbers.
+fn same(left: &[i64], right: &[i64]) -> bool {
+    left.len() == right.len() && left.iter().zip(right).all(|(left, right)| left == right)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -186,6 +219,40 @@ mod tests {
         assert!(!layouts.uniform());
         let sizes: Vec<_> = (0..3).map(|leaf| layouts.sizes(leaf).to_vec()).collect();
         assert_eq!(sizes, [[2, 3], [2, 3], [5, 3]]);
+    }
+
+    #[test]
+    fn a_leaf_is_alike_with_the_same_sizes_and_strides() {
+        let mut layouts = Layouts::new(F32, 4, &[2, 3], &[3, 1]);
+        assert!(layouts.push_alike(&[2, 3], &[3, 1], &[3, 1]));
+        assert!(!layouts.push_alike(&[2, 4], &[4, 1], &[3, 1]));
+        assert!(!layouts.push_alike(&[2, 3], &[1, 2], &[3, 1]));
+        assert!(!layouts.push_alike(&[2], &[1], &[3, 1]));
+        assert_eq!(layouts.len(), 2);
+        layouts.push(&[2, 4], &[4, 1]);
+        assert!(!layouts.push_alike(&[2, 3], &[3, 1], &[3, 1]));
+        assert_eq!(layouts.len(), 3);
+    }
+
+    #[test]
+    fn plain_bools_are_zeros_and_ones() {
+        for len in 0..40 {
+            let mut bytes: Vec<u8> = (0..len).map(|i| i % 2).collect();
+            let plain = |bytes: &[u8]| {
+                // SAFETY: the bytes outlive the pointer.
+                let source = unsafe { SourcePtr::new(bytes.as_ptr()) };
+                // SAFETY: the bytes are there.
+                unsafe { source.holds_plain_bools(bytes.len()) }
+            };
+            assert!(plain(&bytes));
+            for at in 0..bytes.len() {
+                for odd in [2, 3, 128, 255] {
+                    let byte = std::mem::replace(&mut bytes[at], odd);
+                    assert!(!plain(&bytes), "{odd} at {at} of {len}");
+                    bytes[at] = byte;
+                }
+            }
+        }
     }
 
     #[test]

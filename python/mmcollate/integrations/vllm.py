@@ -234,6 +234,7 @@ def originals() -> Originals:
 def collator(*, counted: bool = True) -> _core.Collator:
     """The core for vLLM's items; one that is not counted leaves no trace in ``stats()``."""
     inputs = importlib.import_module("vllm.multimodal.inputs")
+    _core.set_warm_max(config.warm_max())
     core = _core.Collator.of_elements(
         item=inputs.MultiModalKwargsItem,
         element=inputs.MultiModalFieldElem,
@@ -244,6 +245,7 @@ def collator(*, counted: bool = True) -> _core.Collator:
         can_batch=_can_batch,
         only_device_contexts=only_device_contexts,
         skip_table=config.skip_exchange_table(),
+        alias=not config.no_alias(),
         counted=counted,
     )
     warn_if_slow(core)
@@ -290,12 +292,9 @@ def group_and_batch_mm_items(
     if type(items) is not list and type(items) is not tuple:
         yield from originals().group_and_batch_mm_items(items, device=device, pin_memory=pin_memory)
         return
-    yield from _groups(collator(), items, stop, device, pin_memory)
-
-
-def _groups(
-    core: _core.Collator, items: Sequence[Any], stop: int, device: Any, pin_memory: bool
-) -> Iterator[tuple[int, dict[str, Any]]]:
+    if stop == 0:
+        return
+    core = collator()
     backend = staging.backend_for(device, pin_memory)
     staged = backend is not None
     start = 0
@@ -432,6 +431,17 @@ _OURS = (
 )
 
 
+def _groups(
+    core: _core.Collator, items: Sequence[Any], device: Any
+) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """The groups as the core alone makes them."""
+    start, stop = 0, len(items)
+    while start < stop:
+        end, batch, _ = core.next_group(items, start, stop, None, device, False, None, False)
+        yield end - start, batch
+        start = end
+
+
 def _self_check() -> str:
     """What is wrong, if a small fixed set of batches comes out otherwise than from vLLM."""
     core, theirs = collator(counted=False), originals()
@@ -439,7 +449,7 @@ def _self_check() -> str:
         for device in (None, "cpu"):
             pairs = [
                 (
-                    list(_groups(core, items, len(items), device, pin_memory=False)),
+                    list(_groups(core, items, device)),
                     list(theirs.group_and_batch_mm_items(items, device=device)),
                 ),
                 (

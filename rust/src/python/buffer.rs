@@ -13,10 +13,9 @@
 //! torch may call on any thread and without the interpreter lock, drops its `View`; the last one
 //! frees the allocation.
 
-use std::alloc::{Layout, alloc, dealloc};
 use std::ffi::{c_int, c_void};
 use std::marker::PhantomData;
-use std::ptr::{self, NonNull};
+use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -25,11 +24,11 @@ use pyo3::prelude::*;
 
 use super::exchange::{Door, Leaves, Table};
 use super::reason::{Counters, add};
-use crate::align::SEGMENT_ALIGN;
 use crate::dlpack;
 use crate::dtype::code;
 use crate::error::PlanError;
 use crate::gather::{self, SegmentPtr};
+use crate::memory::Allocation;
 use crate::plan::{self, Kind, Moves, Output, Placement, Way};
 use crate::shape::{self, Dims};
 use crate::source::{Layouts, SourcePtr};
@@ -54,10 +53,12 @@ impl<'a> Gather<'a> {
         kind: Kind,
         leaves: Leaves<'a>,
         placement: Placement,
-    ) -> Result<Way<Self>, PlanError> {
+    ) -> Result<Way<Box<Self>>, PlanError> {
         let way = plan::plan_field(kind, &leaves.layouts)?;
         let (layouts, sources) = leaves.into_parts();
-        Ok(way.map(|output| Self { output, layouts, sources, placement, _alive: PhantomData }))
+        Ok(way.map(|output| {
+            Box::new(Self { output, layouts, sources, placement, _alive: PhantomData })
+        }))
     }
 
     /// What was planned, without the addresses.
@@ -72,7 +73,32 @@ impl<'a> Gather<'a> {
     pub(super) fn nbytes(&self) -> usize {
         self.output.nbytes
     }
+
+    /// Whether torch would write the bytes as they are. Bools it may write as 0 and 1, whatever byte
+    /// they had; where it does depends on strides, sizes and the number of threads.
+    pub(super) fn keeps_bytes(&self) -> bool {
+        if self.output.dtype.code != code::BOOL {
+            return true;
+        }
+        self.layouts.all_contiguous()
+            && self.sources.iter().enumerate().all(|(leaf, source)| {
+                let nbytes = shape::byte_count(self.layouts.sizes(leaf), 1);
+                // SAFETY: the leaf is contiguous, has these sizes and an item size of 1, and is
+                // alive for `'a`.
+                nbytes.is_ok_and(|nbytes| unsafe { source.holds_plain_bools(nbytes) })
+            })
+    }
+
+    /// Whether the output's bytes lie in memory already, in order and without gaps, and are so many
+    /// that a view (two small calls of torch's) costs less than a copy.
+    pub(super) fn is_in_place(&self) -> bool {
+        self.output.nbytes > COPY_UP_TO && gather::is_in_place(&self.output, &self.sources)
+    }
 }
+
+/// Of a batch of up to this many bytes no view is made: making one takes as long as the copy, and
+/// nobody has to know that small metadata shares memory with the items.
+pub(super) const COPY_UP_TO: usize = 64 << 10;
 
 /// Whether bools are moved otherwise than in whole contiguous leaves: torch writes them as 0 and 1
 /// where it copies them one by one, whatever byte they had.
@@ -173,7 +199,8 @@ fn fill(
         for (gather, segment) in gathers.iter().zip(segments) {
             // SAFETY: (1) a `Gather` is planned from exactly its sources; (2) its leaves are
             // alive for `'a` and no Python code has run here since they were borrowed (for other
-            // threads see the note in `source.rs`); (3) the segment was made for this output, and is fresh memory.
+            // threads see the note in `source.rs`); (3) the segment was made for this output, and
+            // nobody else looks at it.
             unsafe { gather::gather(&gather.output, &gather.sources, segment) };
         }
     };
@@ -188,24 +215,6 @@ fn fill(
             run();
             RUNNING.fetch_sub(1, Ordering::Relaxed);
         });
-    }
-}
-
-/// One allocation of host memory, aligned for segments. Its bytes start uninitialised.
-struct Allocation {
-    start: NonNull<u8>,
-    layout: Layout,
-}
-
-// SAFETY: plain memory without a home thread; nothing here reads or writes it through `&self`.
-unsafe impl Send for Allocation {}
-// SAFETY: as above.
-unsafe impl Sync for Allocation {}
-
-impl Drop for Allocation {
-    fn drop(&mut self) {
-        // SAFETY: allocated in `Buffer::new` with this layout, freed only here.
-        unsafe { dealloc(self.start.as_ptr(), self.layout) };
     }
 }
 
@@ -227,16 +236,13 @@ struct View {
 impl Buffer {
     /// `None` if the system has no such memory.
     fn new(nbytes: usize) -> Option<Self> {
-        let layout = Layout::from_size_align(nbytes.max(1), SEGMENT_ALIGN).ok()?;
-        // SAFETY: the layout's size is at least 1.
-        let start = NonNull::new(unsafe { alloc(layout) })?;
-        Some(Self { allocation: Allocation { start, layout } })
+        Some(Self { allocation: Allocation::new(nbytes)? })
     }
 
     /// Address of the byte at `offset`, which must not lie beyond the buffer's end.
     fn at(&self, offset: usize) -> SegmentPtr {
-        assert!(offset <= self.allocation.layout.size(), "a segment beyond its buffer");
-        SegmentPtr::new(self.allocation.start.as_ptr().wrapping_add(offset))
+        assert!(offset <= self.allocation.nbytes(), "a segment beyond its buffer");
+        SegmentPtr::new(self.allocation.start().wrapping_add(offset))
     }
 }
 
@@ -255,13 +261,13 @@ fn carve<'py>(
     let refused = |_| PyRuntimeError::new_err("mmcollate: sizes beyond what DLPack can say");
     // Everything that torch could object to is settled before it is called: on failure it does
     // not call the deleter, and freeing here what it may have taken would be worse than the leak.
-    assert!(offset + output.nbytes <= allocation.layout.size(), "a segment beyond its buffer");
+    assert!(offset + output.nbytes <= allocation.nbytes(), "a segment beyond its buffer");
     let ndim = i32::try_from(output.sizes.len()).map_err(refused)?;
     let strides = shape::contiguous_strides(&output.sizes)
         .map_err(|_| PyRuntimeError::new_err("mmcollate: strides beyond 64 bits"))?;
     let data = match output.nbytes {
         0 => ptr::null_mut(),
-        _ => allocation.start.as_ptr().wrapping_add(offset).cast::<c_void>(),
+        _ => allocation.start().wrapping_add(offset).cast::<c_void>(),
     };
     let mut view = Box::new(View {
         managed: dlpack::ManagedTensorVersioned {

@@ -8,10 +8,11 @@ use super::buffer::{self, Gather};
 use super::device::{DevicePlan, Load, Loads};
 use super::exchange::{Borrowed, Door, Leaves};
 use super::guard::{self, Torch};
-use super::items::{FieldTypes, Form, Next, Table, Walker};
+use super::items::{Column, Declared, FieldTypes, Form, Next, Table, Walker};
 use super::reason::{COUNTERS, Counters, Reason, UNHEARD, add};
 use super::values::{MAX_DEPTH, Through, To, is_list, is_scalar};
 use crate::plan::{self, Kind, Placement, Way};
+use crate::shape::{self, Dims};
 
 /// Where the caller wants the batch.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -27,7 +28,9 @@ enum Target {
 /// What the core makes of one field.
 enum Made<'a> {
     /// A batch where the values are.
-    Here(Way<Gather<'a>>),
+    Here(Way<Box<Gather<'a>>>),
+    /// A view over leaves that lie side by side; the reference's if they give none.
+    Adjacent(Box<Gather<'a>>),
     /// Tensors on a device.
     There(Loads),
 }
@@ -54,6 +57,10 @@ struct Decided<'a> {
 }
 
 impl<'a> Decided<'a> {
+    fn is_adjacent(&self) -> bool {
+        matches!(self.decision, Ok(Made::Adjacent(_)))
+    }
+
     fn gather(&self) -> Option<&Gather<'a>> {
         match &self.decision {
             Ok(Made::Here(Way::Gather(gather))) => Some(gather),
@@ -76,7 +83,7 @@ impl<'a> Decided<'a> {
     fn named(&self) -> (&'static str, &'static str) {
         match &self.decision {
             Ok(Made::Here(Way::Alias)) => ("alias", ""),
-            Ok(Made::Here(Way::View)) => ("view", ""),
+            Ok(Made::Here(Way::View) | Made::Adjacent(_)) => ("view", ""),
             Ok(Made::Here(Way::List)) => ("list", ""),
             Ok(Made::Here(Way::Gather(_))) => ("gather", ""),
             Ok(Made::There(_)) => ("stage", ""),
@@ -98,6 +105,8 @@ pub(super) struct Collator {
     /// `can_batch(left, right, fields, context, index of right)`: the reference's comparison of
     /// two items.
     can_batch: Py<PyAny>,
+    /// Whether large leaves that lie side by side are not copied.
+    alias: bool,
     counters: &'static Counters,
 }
 
@@ -105,7 +114,7 @@ pub(super) struct Collator {
 impl Collator {
     /// Of items whose attribute `data` is a dict of elements with `data` and `field`.
     #[staticmethod]
-    #[pyo3(signature = (*, item, element, batched, flat, shared, reduce, can_batch, only_device_contexts, skip_table=false, counted=true))]
+    #[pyo3(signature = (*, item, element, batched, flat, shared, reduce, can_batch, only_device_contexts, skip_table=false, alias=false, counted=true))]
     #[allow(clippy::too_many_arguments)]
     fn of_elements(
         py: Python<'_>,
@@ -118,11 +127,13 @@ impl Collator {
         can_batch: Py<PyAny>,
         only_device_contexts: Py<PyAny>,
         skip_table: bool,
+        alias: bool,
         counted: bool,
     ) -> PyResult<Self> {
         let types = FieldTypes { batched, flat, shared };
         let form = Form::Elements { item, element };
-        Self::new(py, form, types, reduce, can_batch, only_device_contexts, skip_table, counted)
+        let torch = Torch::new(&py.import("torch")?, only_device_contexts)?;
+        Self::new(py, form, types, torch, reduce, can_batch, skip_table, alias, counted)
     }
 
     /// Of mappings from name to value.
@@ -144,7 +155,8 @@ impl Collator {
     ) -> PyResult<Self> {
         let types = FieldTypes { batched, flat, shared };
         let form = Form::Plain { normalize, report };
-        Self::new(py, form, types, reduce, can_batch, only_device_contexts, skip_table, counted)
+        let torch = Torch::new(&py.import("torch")?, only_device_contexts)?;
+        Self::new(py, form, types, torch, reduce, can_batch, skip_table, false, counted)
     }
 
     /// Collates the group that starts at `start`; it ends before `stop` at the latest. Returns the
@@ -193,8 +205,8 @@ impl Collator {
         for (at, item) in items.try_iter()?.enumerate() {
             let item = item?;
             match &mut table {
-                None => table = walker.first(item, at)?,
-                Some(rows) => match walker.next(rows, item, at, false)? {
+                None => table = walker.first(&item, at)?,
+                Some(rows) => match walker.next(rows, &item, at, false)? {
                     Next::Joined => {}
                     Next::Differs | Next::Unsure => table = None,
                 },
@@ -233,7 +245,13 @@ impl Collator {
         let Some(table) = table else {
             return Ok((end, None, None));
         };
-        let decided = this.decide_all(&call, &table)?;
+        let mut decided = this.decide_all(&call, &table)?;
+        let mut views = this.views(&table, &decided).into_iter();
+        for field in &mut decided {
+            if field.is_adjacent() && views.next().flatten().is_none() {
+                field.decision = Err(Reason::SideBySide);
+            }
+        }
         let gathers: Vec<_> = decided.iter().filter_map(Decided::gather).collect();
         // Without the table each tensor is an allocation of torch's.
         let places = if this.door.has_table() {
@@ -244,12 +262,12 @@ impl Collator {
         };
         let mut places = places.into_iter();
         let report = PyList::empty(py);
-        for (key, field) in table.keys.iter().zip(&decided) {
+        for (column, field) in table.columns.iter().zip(&decided) {
             let placement = if field.keep_on_cpu { "cpu" } else { "device" };
             let place = field.gather().and_then(|_| places.next());
             let (buffer, offset) = place.unzip();
             let (way, reason) = field.named();
-            report.append((key, placement, way, field.nbytes(), buffer, offset, reason))?;
+            report.append((&column.key, placement, way, field.nbytes(), buffer, offset, reason))?;
         }
         let mut plan: Option<DevicePlan> = None;
         for (k, field) in decided.into_iter().enumerate() {
@@ -320,20 +338,21 @@ impl Collator {
         py: Python<'_>,
         form: Form,
         types: FieldTypes,
+        torch: Torch,
         reduce: Py<PyAny>,
         can_batch: Py<PyAny>,
-        only_device_contexts: Py<PyAny>,
         skip_table: bool,
+        alias: bool,
         counted: bool,
     ) -> PyResult<Self> {
-        let torch = py.import("torch")?;
         Ok(Self {
             form,
             types,
-            torch: Torch::new(&torch, only_device_contexts)?,
-            door: Door::open(&torch, skip_table)?,
+            torch,
+            door: Door::open(&py.import("torch")?, skip_table)?,
             reduce,
             can_batch,
+            alias,
             counters: if counted { &COUNTERS } else { &UNHEARD },
         })
     }
@@ -362,13 +381,13 @@ impl Collator {
             return Ok((start + 1, None));
         }
         let mut left = items.get_item(start)?;
-        let mut table = walker.first(left.clone(), start)?;
+        let mut table = walker.first(&left, start)?;
         let mut end = start + 1;
         while end < stop && end < items.len()? {
             let right = items.get_item(end)?;
             let next = match &mut table {
                 Some(rows) if call.all_reference.is_none() => {
-                    walker.next(rows, right.clone(), end, true)?
+                    walker.next(rows, &right, end, true)?
                 }
                 _ => Next::Unsure,
             };
@@ -381,7 +400,7 @@ impl Collator {
                         break;
                     }
                     if let Some(rows) = &mut table
-                        && !matches!(walker.next(rows, right.clone(), end, false)?, Next::Joined)
+                        && !matches!(walker.next(rows, &right, end, false)?, Next::Joined)
                     {
                         table = None;
                     }
@@ -399,39 +418,59 @@ impl Collator {
         table: &'a Table<'_>,
     ) -> PyResult<Vec<Decided<'a>>> {
         let mut grad_enabled = None;
-        let mut decided = Vec::with_capacity(table.keys.len());
+        let mut decided = Vec::with_capacity(table.columns.len());
         // All declarations before the first leaf is borrowed: from then on no Python code runs
         // until the gather has read it.
-        let declared = table.fields.iter().map(|field| self.types.read(&self.torch.names, field));
-        let declared = declared.collect::<PyResult<Vec<_>>>()?;
+        let mut declared = Vec::with_capacity(table.columns.len());
+        for column in &table.columns {
+            declared.push(self.types.read(&self.torch.names, &column.field)?);
+        }
         for (k, declared) in declared.into_iter().enumerate() {
-            // What is kept goes to the host whatever device is asked for.
-            let to = match call.target {
-                Target::AsIs => To::Nowhere,
-                Target::Cpu => To::Cpu,
-                Target::Device if declared.keep_on_cpu => To::Cpu,
-                Target::Device => To::Device,
-            };
-            let through = Through { torch: &self.torch, to };
-            let decision = match (call.all_reference, declared.kind) {
-                (Some(reason), _) | (None, Err(reason)) => Err(reason),
-                _ if table.mixed[k] => Err(Reason::MixedKinds),
-                _ if to == To::Device && !call.staging => Err(Reason::DeviceTarget),
-                (None, Ok(kind)) => {
-                    let placement =
-                        if declared.keep_on_cpu { Placement::Cpu } else { Placement::Device };
-                    let field = Field { k, kind, placement, through };
-                    if to == To::Device {
-                        self.decide_there(call, table, field, &mut grad_enabled)?
-                    } else {
-                        self.decide_here(call, table, field, &mut grad_enabled)?.map(Made::Here)
-                    }
-                }
-            };
-            let flat = matches!(declared.kind, Ok(Kind::Flat { .. }));
-            decided.push(Decided { flat, keep_on_cpu: declared.keep_on_cpu, through, decision });
+            decided.push(self.decide(call, table, k, declared, &mut grad_enabled)?);
         }
         Ok(decided)
+    }
+
+    /// Decides about one field.
+    fn decide<'a>(
+        &'a self,
+        call: &Call<'_, '_>,
+        table: &'a Table<'_>,
+        k: usize,
+        declared: Declared,
+        grad_enabled: &mut Option<bool>,
+    ) -> PyResult<Decided<'a>> {
+        // What is kept goes to the host whatever device is asked for.
+        let to = match call.target {
+            Target::AsIs => To::Nowhere,
+            Target::Cpu => To::Cpu,
+            Target::Device if declared.keep_on_cpu => To::Cpu,
+            Target::Device => To::Device,
+        };
+        let through = Through { torch: &self.torch, to };
+        let decision = match (call.all_reference, declared.kind) {
+            (Some(reason), _) | (None, Err(reason)) => Err(reason),
+            _ if table.columns[k].mixed => Err(Reason::MixedKinds),
+            _ if to == To::Device && !call.staging => Err(Reason::DeviceTarget),
+            (None, Ok(kind)) => {
+                let placement =
+                    if declared.keep_on_cpu { Placement::Cpu } else { Placement::Device };
+                let field = Field { k, kind, placement, through };
+                if to == To::Device {
+                    self.decide_there(call, table, field, grad_enabled)?
+                } else {
+                    let way = self.decide_here(call, table, field, grad_enabled)?;
+                    way.map(|way| match way {
+                        Way::Gather(gather) if self.alias && gather.is_in_place() => {
+                            Made::Adjacent(gather)
+                        }
+                        way => Made::Here(way),
+                    })
+                }
+            }
+        };
+        let flat = matches!(declared.kind, Ok(Kind::Flat { .. }));
+        Ok(Decided { flat, keep_on_cpu: declared.keep_on_cpu, through, decision })
     }
 
     fn decide_here<'a>(
@@ -440,7 +479,7 @@ impl Collator {
         table: &'a Table<'_>,
         field: Field<'_>,
         grad_enabled: &mut Option<bool>,
-    ) -> PyResult<Result<Way<Gather<'a>>, Reason>> {
+    ) -> PyResult<Result<Way<Box<Gather<'a>>>, Reason>> {
         let Field { k, kind, placement, through } = field;
         let first = table.first(k);
         let is_tensor = self.torch.is_tensor(first);
@@ -477,7 +516,7 @@ impl Collator {
         table: &'a Table<'_>,
         field: Field<'_>,
         grad_enabled: bool,
-    ) -> PyResult<Result<Way<Gather<'a>>, Reason>> {
+    ) -> PyResult<Result<Way<Box<Gather<'a>>>, Reason>> {
         let Field { k, kind, placement, through } = field;
         let mut leaves: Option<Leaves<'a>> = None;
         for leaf in table.column(k) {
@@ -498,7 +537,14 @@ impl Collator {
                 }
                 continue;
             }
-            let borrowed = match guard::readable(&self.door, &self.torch, tensor, grad_enabled)? {
+            let Some(borrowed) = self.door.borrow(tensor) else {
+                return Ok(Err(Reason::NoPlainData));
+            };
+            if leaves.as_mut().is_some_and(|leaves| leaves.push_alike(&borrowed)) {
+                continue;
+            }
+            let checked = guard::check(&self.door, &self.torch, tensor, borrowed, grad_enabled)?;
+            let borrowed = match checked {
                 Ok(borrowed) => borrowed,
                 Err(reason) => return Ok(Err(reason)),
             };
@@ -507,16 +553,17 @@ impl Collator {
                     return Ok(Err(Reason::MixedDtypes));
                 }
                 Some(leaves) => leaves.push(&borrowed),
-                None => leaves = Leaves::start(&borrowed, table.rows()),
+                None => {
+                    let simple = guard::layout_decides(&self.door, &borrowed, grad_enabled);
+                    leaves = Leaves::start(&borrowed, table.rows(), simple);
+                }
             }
         }
         let Some(leaves) = leaves else {
             return Ok(Err(Reason::Dtype));
         };
         Ok(match Gather::plan(kind, leaves, placement) {
-            Ok(Way::Gather(gather)) if buffer::moves_single_bools(gather.output()) => {
-                Err(Reason::Dtype)
-            }
+            Ok(Way::Gather(gather)) if !gather.keeps_bytes() => Err(Reason::Dtype),
             Ok(way) => Ok(way),
             Err(error) => Err(error.into()),
         })
@@ -527,7 +574,7 @@ impl Collator {
         &self,
         table: &Table<'_>,
         field: Field<'_>,
-    ) -> PyResult<Result<Way<Gather<'a>>, Reason>> {
+    ) -> PyResult<Result<Way<Box<Gather<'a>>>, Reason>> {
         let Field { k, kind, through, .. } = field;
         for value in table.column(k) {
             let joined = matches!(kind, Kind::Flat { .. });
@@ -642,8 +689,10 @@ impl Collator {
         };
         drop(gathers);
         let mut made = made.into_iter().flatten();
+        let mut views = this.views(table, &decided).into_iter();
 
-        let batch = PyDict::new(py);
+        // Filled in place: a fresh dict would grow several times on its way to a dozen names.
+        let batch = table.names.clone();
         let mut plan: Option<DevicePlan> = None;
         for (k, field) in decided.into_iter().enumerate() {
             let output = match field.decision {
@@ -676,6 +725,13 @@ impl Collator {
                     }
                     None => this.reduce(call, table, k, Reason::NoMemory)?,
                 },
+                Ok(Made::Adjacent(_)) => match views.next().flatten() {
+                    Some(view) => {
+                        add(&this.counters.view, 1);
+                        view
+                    }
+                    None => this.reduce(call, table, k, Reason::SideBySide)?,
+                },
                 Ok(Made::There(Loads { list, loads })) => {
                     let plan = plan.get_or_insert_with(|| Self::device_plan(slf, call));
                     plan.push(table, k, loads)?;
@@ -683,11 +739,32 @@ impl Collator {
                 }
                 Err(reason) => this.reduce(call, table, k, reason)?,
             };
-            batch.set_item(&table.keys[k], output)?;
+            batch.set_item(&table.columns[k].key, output)?;
         }
         add(&this.counters.batches, 1);
         add(&this.counters.items, table.rows() as u64);
         Ok((batch, plan))
+    }
+
+    /// For each field whose leaves lie side by side, a view over them if they give one.
+    ///
+    /// Runs code of torch's, so no address that was borrowed may be used after it.
+    fn views<'py>(
+        &self,
+        table: &Table<'py>,
+        decided: &[Decided<'_>],
+    ) -> Vec<Option<Bound<'py, PyAny>>> {
+        let adjacent = decided.iter().enumerate().filter_map(|(k, field)| match &field.decision {
+            Ok(Made::Adjacent(gather)) => Some((k, &gather.output().sizes)),
+            _ => None,
+        });
+        let view = |(k, sizes): (usize, &Dims)| {
+            let strides = shape::contiguous_strides(sizes).ok()?;
+            let last = table.column(k).last()?;
+            // Where torch refuses, the reference's attempt raises its own error.
+            self.torch.view_over(table.first(k), last, sizes, &strides).ok().flatten()
+        };
+        adjacent.map(view).collect()
     }
 
     /// A plan without fields.
@@ -713,7 +790,7 @@ impl Collator {
     ) -> PyResult<Bound<'py, PyAny>> {
         let Call { py, device, pin_memory, context, .. } = *call;
         let column = table.column_for_reference(k, py)?;
-        let (key, field) = (&table.keys[k], &table.fields[k]);
+        let Column { key, field, .. } = &table.columns[k];
         self.call_reference(py, key, field, &column, device, pin_memory, reason, context)
     }
 

@@ -13,7 +13,7 @@ use pyo3::types::{PyList, PyTuple};
 use super::buffer::DETACH_FROM;
 use super::collator::Collator;
 use super::exchange::Borrowed;
-use super::items::Table;
+use super::items::{Column, Table};
 use super::reason::{Reason, add};
 use crate::dtype::{DType, code};
 use crate::gather::{self, SegmentPtr};
@@ -281,12 +281,12 @@ struct Job<'a> {
 impl DevicePlan {
     /// Adds a field of a table.
     pub(super) fn push(&mut self, table: &Table<'_>, k: usize, loads: Vec<Load>) -> PyResult<()> {
-        let key = &table.keys[k];
+        let Column { key, field, .. } = &table.columns[k];
         let start = self.loads.len();
         self.loads.extend(loads);
         self.fields.push(BoundField {
             key: key.clone().unbind(),
-            field: table.fields[k].clone().unbind(),
+            field: field.clone().unbind(),
             column: table.column_for_reference(k, key.py())?.unbind(),
             loads: start..self.loads.len(),
         });

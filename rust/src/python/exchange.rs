@@ -36,6 +36,11 @@ pub(super) struct Table {
 /// What the slower door needs of torch.
 pub(super) struct Attributes {
     empty: Py<PyAny>,
+    /// Methods of `torch.Tensor` itself: a tensor may have an attribute of the same name.
+    data_ptr: Py<PyAny>,
+    stride: Py<PyAny>,
+    /// Only torch below 2.10, where this door is used, has named tensors.
+    has_names: Option<Py<PyAny>>,
     strided: Py<PyAny>,
     dtypes: Vec<(Py<PyAny>, DType)>,
 }
@@ -51,8 +56,14 @@ pub(super) struct Borrowed<'a> {
 }
 
 enum Extents<'a> {
-    InTensor { ndim: usize, sizes: *const i64, strides: *const i64, _leaf: PhantomData<&'a ()> },
-    Copied { sizes: Dims, strides: Dims },
+    InTensor {
+        ndim: usize,
+        sizes: *const i64,
+        strides: *const i64,
+        _leaf: PhantomData<&'a ()>,
+    },
+    /// Boxed, to keep what the other door returns small.
+    Copied(Box<(Dims, Dims)>),
 }
 
 impl Borrowed<'_> {
@@ -73,7 +84,7 @@ impl Borrowed<'_> {
         match &self.extents {
             // SAFETY: filled by torch for a tensor that `'a` keeps alive; see the type's note.
             Extents::InTensor { ndim, sizes, .. } => unsafe { view(*sizes, *ndim) },
-            Extents::Copied { sizes, .. } => sizes,
+            Extents::Copied(copied) => &copied.0,
         }
     }
 
@@ -81,7 +92,7 @@ impl Borrowed<'_> {
         match &self.extents {
             // SAFETY: as for the sizes.
             Extents::InTensor { ndim, strides, .. } => unsafe { view(*strides, *ndim) },
-            Extents::Copied { strides, .. } => strides,
+            Extents::Copied(copied) => &copied.1,
         }
     }
 }
@@ -135,16 +146,39 @@ impl<'a> Borrowed<'a> {
 pub(super) struct Leaves<'a> {
     pub(super) layouts: Layouts,
     sources: Vec<SourcePtr>,
+    /// The first leaf's strides, if it is contiguous and others just like it need no check.
+    strides: Option<Dims>,
     _alive: PhantomData<&'a ()>,
 }
 
 impl<'a> Leaves<'a> {
-    /// Starts with the first leaf; `None` if the core doesn't take its dtype.
-    pub(super) fn start(first: &Borrowed<'a>, capacity: usize) -> Option<Self> {
+    /// Starts with the first leaf; `None` if the core doesn't take its dtype. `layout_decides` says
+    /// whether others just like it need no check.
+    pub(super) fn start(
+        first: &Borrowed<'a>,
+        capacity: usize,
+        layout_decides: bool,
+    ) -> Option<Self> {
         let layouts = first.layouts()?;
         let mut sources = Vec::with_capacity(capacity);
         sources.push(first.source());
-        Some(Self { layouts, sources, _alive: PhantomData })
+        let simple = layout_decides && layouts.all_contiguous();
+        let strides = simple.then(|| Dims::from_slice(first.strides()));
+        Some(Self { layouts, sources, strides, _alive: PhantomData })
+    }
+
+    /// Adds a leaf that was not checked, if it is just like the first; returns whether. Of
+    /// metadata nearly all are, and this costs a third of checking and adding each.
+    pub(super) fn push_alike(&mut self, leaf: &Borrowed<'a>) -> bool {
+        let Some(strides) = &self.strides else { return false };
+        let alike = leaf.dtype == self.layouts.dtype()
+            && leaf.on_cpu
+            && !leaf.data.is_null()
+            && self.layouts.push_alike(leaf.sizes(), leaf.strides(), strides);
+        if alike {
+            self.sources.push(leaf.source());
+        }
+        alike
     }
 
     /// Adds a leaf of the same dtype.
@@ -287,8 +321,12 @@ impl Attributes {
         let dtypes = names.iter().filter_map(|&(name, dtype)| {
             torch.getattr(name).ok().map(|object| (object.unbind(), dtype))
         });
+        let tensor_type = torch.getattr("Tensor")?;
         Ok(Self {
             empty: torch.getattr("empty")?.unbind(),
+            data_ptr: tensor_type.getattr("data_ptr")?.unbind(),
+            stride: tensor_type.getattr("stride")?.unbind(),
+            has_names: tensor_type.getattr("has_names").ok().map(Bound::unbind),
             strided: torch.getattr("strided")?.unbind(),
             dtypes: dtypes.collect(),
         })
@@ -299,8 +337,10 @@ impl Attributes {
         let Some(&(_, dtype)) = self.dtypes.iter().find(|(object, _)| dtype.is(object)) else {
             return Ok(None);
         };
-        // Only torch below 2.10, where this is used, has named tensors.
-        if leaf.call_method0("has_names").is_ok_and(|named| named.is_truthy().unwrap_or(true)) {
+        let py = leaf.py();
+        if let Some(has_names) = &self.has_names
+            && has_names.bind(py).call1((leaf,))?.is_truthy()?
+        {
             return Ok(None);
         }
         let strided = leaf.getattr("layout")?.is(&self.strided);
@@ -308,17 +348,14 @@ impl Attributes {
             return Ok(None);
         }
         let on_cpu = leaf.getattr("is_cpu")?.is_truthy()?;
-        let data: usize = leaf.call_method0("data_ptr")?.extract()?;
+        let data: usize = self.data_ptr.bind(py).call1((leaf,))?.extract()?;
         let sizes: Vec<i64> = leaf.getattr("shape")?.extract()?;
-        let strides: Vec<i64> = leaf.call_method0("stride")?.extract()?;
+        let strides: Vec<i64> = self.stride.bind(py).call1((leaf,))?.extract()?;
         Ok(Some(Borrowed {
             data: ptr::with_exposed_provenance(data),
             dtype,
             on_cpu,
-            extents: Extents::Copied {
-                sizes: Dims::from_vec(sizes),
-                strides: Dims::from_vec(strides),
-            },
+            extents: Extents::Copied(Box::new((Dims::from_vec(sizes), Dims::from_vec(strides)))),
         }))
     }
 

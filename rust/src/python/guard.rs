@@ -5,7 +5,7 @@
 //! then torch's own.
 
 use pyo3::prelude::*;
-use pyo3::types::PyString;
+use pyo3::types::{PyString, PyTuple};
 
 use super::exchange::{Borrowed, Door};
 use super::reason::Reason;
@@ -23,8 +23,8 @@ pub(super) struct Names {
     pub(super) is_cpu: Py<PyString>,
     dtype: Py<PyString>,
     requires_grad: Py<PyString>,
-    is_neg: Py<PyString>,
     current_level: Py<PyString>,
+    storage_address: Py<PyString>,
 }
 
 impl Names {
@@ -38,8 +38,8 @@ impl Names {
             is_cpu: name("is_cpu"),
             dtype: name("dtype"),
             requires_grad: name("requires_grad"),
-            is_neg: name("is_neg"),
             current_level: name("_current_level"),
+            storage_address: name("_cdata"),
         }
     }
 }
@@ -54,9 +54,31 @@ impl<'a, 'py> Tensor<'a, 'py> {
     }
 }
 
+/// Methods of `torch.Tensor` itself: a tensor may have an attribute of the same name, which would
+/// run code between borrowing and reading.
+struct Methods {
+    is_neg: Py<PyAny>,
+    is_inference: Py<PyAny>,
+    untyped_storage: Py<PyAny>,
+    as_strided: Py<PyAny>,
+}
+
+impl Methods {
+    fn of(tensor_type: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let method = |name| tensor_type.getattr(name).map(Bound::unbind);
+        Ok(Self {
+            is_neg: method("is_neg")?,
+            is_inference: method("is_inference")?,
+            untyped_storage: method("untyped_storage")?,
+            as_strided: method("as_strided")?,
+        })
+    }
+}
+
 /// What the guard compares with, looked up once.
 pub(super) struct Torch {
     pub(super) names: Names,
+    methods: Methods,
     pub(super) mapping_type: Py<PyAny>,
     interpreter_stack: Option<Py<PyAny>>,
     pub(super) tensor_type: Py<PyAny>,
@@ -65,6 +87,7 @@ pub(super) struct Torch {
     uint8: Py<PyAny>,
     int8: Py<PyAny>,
     is_grad_enabled: Py<PyAny>,
+    is_inference_mode_enabled: Py<PyAny>,
     dispatch_modes: Py<PyAny>,
     function_modes: Py<PyAny>,
     only_device_contexts: Py<PyAny>,
@@ -84,6 +107,7 @@ impl Torch {
         let peek = functorch.and_then(|module| module.getattr("peek_interpreter_stack").ok());
         Ok(Self {
             names: Names::new(py),
+            methods: Methods::of(&torch.getattr("Tensor")?)?,
             mapping_type: py.import("collections.abc")?.getattr("Mapping")?.unbind(),
             interpreter_stack: peek.map(Bound::unbind),
             tensor_type: torch.getattr("Tensor")?.unbind(),
@@ -92,6 +116,7 @@ impl Torch {
             uint8: torch.getattr("uint8")?.unbind(),
             int8: torch.getattr("int8")?.unbind(),
             is_grad_enabled: torch.getattr("is_grad_enabled")?.unbind(),
+            is_inference_mode_enabled: torch.getattr("is_inference_mode_enabled")?.unbind(),
             dispatch_modes: private.getattr("_len_torch_dispatch_stack")?.unbind(),
             function_modes: private.getattr("_len_torch_function_stack")?.unbind(),
             only_device_contexts,
@@ -112,6 +137,43 @@ impl Torch {
 
     pub(super) fn is_grad_enabled(&self, py: Python<'_>) -> PyResult<bool> {
         self.is_grad_enabled.bind(py).call0()?.is_truthy()
+    }
+
+    /// A view over all that lies in memory from the first leaf to the last; `None` if they are not
+    /// of one storage, or if the view would differ from a fresh tensor in more than its memory.
+    ///
+    /// # Errors
+    ///
+    /// torch's own, for one if the view does not lie in the storage.
+    pub(super) fn view_over<'py>(
+        &self,
+        first: &Bound<'py, PyAny>,
+        last: &Bound<'py, PyAny>,
+        sizes: &[i64],
+        strides: &[i64],
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let py = first.py();
+        let Methods { is_inference, untyped_storage, as_strided, .. } = &self.methods;
+        let storage = |leaf| -> PyResult<u64> {
+            let storage = untyped_storage.bind(py).call1((leaf,))?;
+            storage.getattr(self.names.storage_address.bind(py))?.extract()
+        };
+        // What lies between two tensors of one storage is that storage's memory, too.
+        if storage(first)? != storage(last)? {
+            return Ok(None);
+        }
+        // A view would require a gradient as well, in no_grad too.
+        if first.getattr(self.names.requires_grad.bind(py))?.is_truthy()? {
+            return Ok(None);
+        }
+        // Outside inference mode, a fresh tensor is no inference tensor.
+        if is_inference.bind(py).call1((first,))?.is_truthy()?
+            && !self.is_inference_mode_enabled.bind(py).call0()?.is_truthy()?
+        {
+            return Ok(None);
+        }
+        let (sizes, strides) = (PyTuple::new(py, sizes)?, PyTuple::new(py, strides)?);
+        as_strided.bind(py).call1((first, sizes, strides)).map(Some)
     }
 
     /// Whether a mode is active that wants to see torch's operations (fake tensors, tracing,
@@ -145,11 +207,40 @@ pub(super) fn readable<'a>(
     tensor: Tensor<'a, '_>,
     grad_enabled: bool,
 ) -> PyResult<Result<Borrowed<'a>, Reason>> {
+    match door.borrow(tensor) {
+        Some(borrowed) => check(door, torch, tensor, borrowed, grad_enabled),
+        None => Ok(Err(Reason::NoPlainData)),
+    }
+}
+
+/// Whether [`check`] asks nothing of the tensor itself: every other leaf on the host that has data
+/// and the same dtype, sizes and strides then passes if this one did.
+pub(super) fn layout_decides(door: &Door, borrowed: &Borrowed<'_>, grad_enabled: bool) -> bool {
+    let dtype = borrowed.dtype();
+    let asks_dtype = dtype.may_hide_shell_dtype() && door.has_table();
+    let asks_gradient = dtype.is_floating() && grad_enabled;
+    let numel = shape::element_count(borrowed.sizes());
+    !asks_dtype && !asks_gradient && numel.is_ok_and(|numel| !may_be_negated(borrowed, numel))
+}
+
+/// A lazily negated tensor that torch's public operations make is the imaginary part of a
+/// conjugated one. Its stride is 2, so of the contiguous tensors only those of at most one element
+/// can be such; asking each leaf would cost more than all the rest.
+fn may_be_negated(borrowed: &Borrowed<'_>, numel: usize) -> bool {
+    (numel <= 1 && borrowed.dtype().is_floating())
+        || !shape::is_contiguous(borrowed.sizes(), borrowed.strides())
+}
+
+/// What was borrowed of `tensor`, if the core may read it.
+pub(super) fn check<'a>(
+    door: &Door,
+    torch: &Torch,
+    tensor: Tensor<'a, '_>,
+    borrowed: Borrowed<'a>,
+    grad_enabled: bool,
+) -> PyResult<Result<Borrowed<'a>, Reason>> {
     let leaf = tensor.object();
     let py = leaf.py();
-    let Some(borrowed) = door.borrow(tensor) else {
-        return Ok(Err(Reason::NoPlainData));
-    };
     if !borrowed.on_cpu() {
         return Ok(Err(Reason::NotOnCpu));
     }
@@ -175,15 +266,10 @@ pub(super) fn readable<'a>(
     {
         return Ok(Err(Reason::RequiresGrad));
     }
-    // A lazily negated tensor that torch's public operations make is the imaginary part of a
-    // conjugated one. Its stride is 2, so of the contiguous tensors only those of at most one
-    // element can be such; asking each leaf would cost more than all the rest.
-    let may_be_negated = (numel <= 1 && dtype.is_floating())
-        || !shape::is_contiguous(borrowed.sizes(), borrowed.strides());
-    if !may_be_negated {
+    if !may_be_negated(&borrowed, numel) {
         return Ok(Ok(borrowed));
     }
-    if leaf.call_method0(torch.names.is_neg.bind(py))?.is_truthy()? {
+    if torch.methods.is_neg.bind(py).call1((leaf,))?.is_truthy()? {
         return Ok(Err(Reason::Negated));
     }
     // `is_neg` gives up the interpreter lock for a moment, in which another thread may resize the

@@ -1,8 +1,9 @@
 //! Walking items: from mappings of fields to one table of values.
 
 use pyo3::exceptions::PyTypeError;
+use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyInt, PyList};
+use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyString};
 
 use super::exchange::Door;
 use super::guard::{Names, Torch};
@@ -79,17 +80,26 @@ pub(super) enum Form {
 
 /// Items that agree on their fields, as rows of values.
 pub(super) struct Table<'py> {
-    pub(super) items: Vec<Bound<'py, PyAny>>,
-    pub(super) keys: Vec<Bound<'py, PyAny>>,
-    /// The first item's fields: they decide for the batch.
-    pub(super) fields: Vec<Bound<'py, PyAny>>,
-    /// Whether an item declares another kind for this field than the first.
-    pub(super) mixed: Vec<bool>,
-    shared: Vec<bool>,
+    /// A copy of the first item: the names in order, and something under each, to be replaced.
+    pub(super) names: Bound<'py, PyDict>,
+    pub(super) columns: Vec<Column<'py>>,
+    rows: usize,
+    /// Number of shared fields among the columns.
+    shared: usize,
     /// Row by row.
     values: Vec<Bound<'py, PyAny>>,
     /// The elements that the values are from, row by row; none if the items are plain mappings.
     elements: Vec<Bound<'py, PyAny>>,
+}
+
+/// One field of a table.
+pub(super) struct Column<'py> {
+    pub(super) key: Bound<'py, PyAny>,
+    /// The first item's field: it decides for the batch.
+    pub(super) field: Bound<'py, PyAny>,
+    /// Whether an item declares another kind for this field than the first.
+    pub(super) mixed: bool,
+    shared: bool,
 }
 
 /// One field of one item.
@@ -112,12 +122,12 @@ pub(super) enum Next {
 
 impl<'py> Table<'py> {
     pub(super) fn rows(&self) -> usize {
-        self.items.len()
+        self.rows
     }
 
     /// The values of one field, item by item.
     pub(super) fn column(&self, k: usize) -> impl ExactSizeIterator<Item = &Bound<'py, PyAny>> {
-        self.values.iter().skip(k).step_by(self.keys.len().max(1))
+        self.values.iter().skip(k).step_by(self.columns.len().max(1))
     }
 
     /// What the reference is given of one field: the elements, or of plain mappings the values.
@@ -128,7 +138,7 @@ impl<'py> Table<'py> {
     ) -> PyResult<Bound<'py, PyList>> {
         let all = if self.elements.is_empty() { &self.values } else { &self.elements };
         let column = PyList::empty(py);
-        for given in all.iter().skip(k).step_by(self.keys.len().max(1)) {
+        for given in all.iter().skip(k).step_by(self.columns.len().max(1)) {
             column.append(given)?;
         }
         Ok(column)
@@ -138,6 +148,21 @@ impl<'py> Table<'py> {
     pub(super) fn first(&self, k: usize) -> &Bound<'py, PyAny> {
         &self.values[k]
     }
+}
+
+/// Whether two keys are the same string. Those of items that came through a message are equal, but
+/// not the same object; to compare them costs a third of what looking one up does.
+fn same_name(left: &Bound<'_, PyAny>, right: &Bound<'_, PyAny>) -> bool {
+    if left.is(right) {
+        return true;
+    }
+    let (Ok(left), Ok(right)) = (left.cast_exact::<PyString>(), right.cast_exact::<PyString>())
+    else {
+        return false;
+    };
+    // SAFETY: both are strings; comparing them runs no Python code, and fails only for those that
+    // were never made ready, which no key of a dict is: it has been hashed.
+    unsafe { ffi::PyUnicode_Compare(left.as_ptr(), right.as_ptr()) == 0 }
 }
 
 /// What walking needs: how items look, and what the fields are.
@@ -154,34 +179,41 @@ pub(super) struct Walker<'a, 'py> {
 
 impl<'py> Walker<'_, 'py> {
     /// The first item of a group; `None` if it is of another class than the form's.
-    pub(super) fn first(&self, item: Bound<'py, PyAny>, at: usize) -> PyResult<Option<Table<'py>>> {
-        let Some(mapping) = self.mapping(&item, at)? else {
+    pub(super) fn first(
+        &self,
+        item: &Bound<'py, PyAny>,
+        at: usize,
+    ) -> PyResult<Option<Table<'py>>> {
+        let Some(mapping) = self.mapping(item, at)? else {
             return Ok(None);
         };
+        let mapping = match self.form {
+            Form::Elements { .. } => mapping.copy()?,
+            // It is a copy already.
+            Form::Plain { .. } => mapping,
+        };
         let width = mapping.len();
-        let mut table = Table {
-            items: vec![item],
-            keys: Vec::with_capacity(width),
-            fields: Vec::with_capacity(width),
-            mixed: vec![false; width],
-            shared: Vec::with_capacity(width),
-            values: Vec::with_capacity(width),
-            elements: Vec::new(),
+        let mut columns = Vec::with_capacity(width);
+        let mut values = Vec::with_capacity(width);
+        let mut elements = match self.form {
+            Form::Elements { .. } => Vec::with_capacity(width),
+            Form::Plain { .. } => Vec::new(),
         };
         for (key, element) in mapping.iter() {
             let Some(Element { value, field, kept }) = self.element(&key, element, at)? else {
                 return Ok(None);
             };
-            table.keys.push(key);
-            table.fields.push(field);
-            table.values.push(value);
-            table.elements.extend(kept);
+            columns.push(Column { key, field, mixed: false, shared: false });
+            values.push(value);
+            elements.extend(kept);
         }
         // After the walk: a class of its own may decide what it is an instance of, in Python.
-        for field in &table.fields {
-            table.shared.push(self.types.is_shared(field)?);
+        let mut shared = 0;
+        for column in &mut columns {
+            column.shared = self.types.is_shared(&column.field)?;
+            shared += usize::from(column.shared);
         }
-        Ok(Some(table))
+        Ok(Some(Table { names: mapping, columns, rows: 1, shared, values, elements }))
     }
 
     /// Adds an item to the group if it belongs there. With `compare`, shared values must be equal
@@ -189,14 +221,14 @@ impl<'py> Walker<'_, 'py> {
     pub(super) fn next(
         &self,
         table: &mut Table<'py>,
-        item: Bound<'py, PyAny>,
+        item: &Bound<'py, PyAny>,
         at: usize,
         compare: bool,
     ) -> PyResult<Next> {
-        let Some(mapping) = self.mapping(&item, at)? else {
+        let Some(mapping) = self.mapping(item, at)? else {
             return Ok(Next::Unsure);
         };
-        let width = table.keys.len();
+        let width = table.columns.len();
         if mapping.len() != width {
             return Ok(Next::Differs);
         }
@@ -207,7 +239,7 @@ impl<'py> Walker<'_, 'py> {
             table.elements.truncate(before);
             return joined;
         }
-        table.items.push(item);
+        table.rows += 1;
         joined
     }
 
@@ -218,51 +250,45 @@ impl<'py> Walker<'_, 'py> {
         at: usize,
         compare: bool,
     ) -> PyResult<Next> {
-        // Items of one model have their fields in one order and often under the same string
-        // objects; while that holds, no key is looked up.
+        // Items of one model have their fields in one order; while that holds, no key is looked up.
         let mut lockstep = Some(mapping.iter());
-        let start = table.values.len();
-        for k in 0..table.keys.len() {
+        let Table { columns, values, elements, shared, .. } = table;
+        let row_before = values.len() - columns.len();
+        for (k, column) in columns.iter_mut().enumerate() {
             let in_order = lockstep.as_mut().and_then(|entries| entries.next());
             let element = match in_order {
-                Some((key, element)) if key.is(&table.keys[k]) => element,
+                Some((key, element)) if same_name(&key, &column.key) => element,
                 _ => {
                     lockstep = None;
-                    match mapping.get_item(&table.keys[k])? {
+                    match mapping.get_item(&column.key)? {
                         Some(element) => element,
                         None => return Ok(Next::Differs),
                     }
                 }
             };
-            let Some(Element { value, field, kept }) = self.element(&table.keys[k], element, at)?
+            let Some(Element { value, field, kept }) = self.element(&column.key, element, at)?
             else {
                 return Ok(Next::Unsure);
             };
-            let first = &table.fields[k];
+            let first = &column.field;
             if !field.is(first) && field.get_type_ptr() != first.get_type_ptr() {
                 if compare {
                     // Which key comes first decides between "differs" and an exception of a
                     // shared value's comparison.
-                    return Ok(if table.shared.contains(&true) {
-                        Next::Unsure
-                    } else {
-                        Next::Differs
-                    });
+                    return Ok(if *shared > 0 { Next::Unsure } else { Next::Differs });
                 }
-                table.mixed[k] = true;
+                column.mixed = true;
             }
-            if compare && table.shared[k] {
-                let left = &table.values[start - table.keys.len() + k];
-                match self.shared_equal(left, &value)? {
+            if compare && column.shared {
+                match self.shared_equal(&values[row_before + k], &value)? {
                     Some(true) => {}
-                    Some(false) if table.shared.iter().filter(|&&shared| shared).count() == 1 => {
-                        return Ok(Next::Differs);
-                    }
+                    // With one shared field there is no other that might raise before it.
+                    Some(false) if *shared == 1 => return Ok(Next::Differs),
                     _ => return Ok(Next::Unsure),
                 }
             }
-            table.values.push(value);
-            table.elements.extend(kept);
+            values.push(value);
+            elements.extend(kept);
         }
         Ok(Next::Joined)
     }

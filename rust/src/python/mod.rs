@@ -17,6 +17,8 @@ use pyo3::types::PyDict;
 
 use reason::{COUNTERS, Reason, read};
 
+use crate::memory::WARM;
+
 /// Sums since the process started, or since `reset_stats`.
 #[pyfunction]
 fn stats(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
@@ -44,6 +46,7 @@ fn stats(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     stats.set_item("bytes_gathered", read(&COUNTERS.bytes_gathered))?;
     stats.set_item("detached_gathers", read(&COUNTERS.detached_gathers))?;
     stats.set_item("detached_peak", COUNTERS.detached_peak.load(Ordering::Relaxed))?;
+    stats.set_item("warm_pool_bytes", WARM.nbytes())?;
     Ok(stats)
 }
 
@@ -53,14 +56,29 @@ fn reset_stats() {
     COUNTERS.reset();
 }
 
+/// The most bytes that wait in the warm pool from now on; 0 turns it off.
+#[pyfunction]
+fn set_warm_max(py: Python<'_>, nbytes: usize) {
+    py.detach(|| WARM.set_cap(nbytes));
+}
+
+/// Gives the memory in the warm pool back; returns how many bytes.
+#[pyfunction]
+fn trim_warm(py: Python<'_>) -> usize {
+    py.detach(|| WARM.trim())
+}
+
 /// The module `mmcollate._core`.
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("COPY_UP_TO", buffer::COPY_UP_TO)?;
     module.add_class::<collator::Collator>()?;
     module.add_class::<arena::Arena>()?;
     module.add_class::<device::DevicePlan>()?;
     module.add_function(wrap_pyfunction!(stats, module)?)?;
     module.add_function(wrap_pyfunction!(reset_stats, module)?)?;
+    module.add_function(wrap_pyfunction!(set_warm_max, module)?)?;
+    module.add_function(wrap_pyfunction!(trim_warm, module)?)?;
     Ok(())
 }

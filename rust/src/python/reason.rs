@@ -73,6 +73,8 @@ reasons! {
     TooLarge => "too_large",
     /// No memory for the batch; torch's attempt raises its own error.
     NoMemory => "no_memory",
+    /// Leaves that lie side by side, but a view over them would not be what a copy is.
+    SideBySide => "side_by_side",
     /// A mode is active that wants to see torch's operations.
     TorchMode => "torch_mode",
 }
