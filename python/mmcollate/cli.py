@@ -1,4 +1,4 @@
-"""The command line: ``mmcollate doctor``."""
+"""The command line: ``mmcollate doctor`` and ``mmcollate bench``."""
 
 import argparse
 import importlib.metadata
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import mmcollate
+from mmcollate.bench import suite
 
 _PROBE = """
 from vllm.plugins import load_general_plugins
@@ -25,9 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.description = "The collator for multimodal items."
     commands = parser.add_subparsers(dest="command", required=True)
     doctor_parser = commands.add_parser("doctor", help="say what is active here, and why")
-    doctor_parser.set_defaults(run=doctor)
+    doctor_parser.set_defaults(run=lambda _: doctor())
+    bench_parser = commands.add_parser("bench", help="time mmcollate against vLLM and others here")
+    suite.add_options(bench_parser)
+    bench_parser.set_defaults(run=suite.main)
     chosen = parser.parse_args(arguments)
-    return int(chosen.run())
+    return int(chosen.run(chosen))
 
 
 def doctor() -> int:
