@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 say = @printf '\n== %s\n' "$(1)"
 
-.PHONY: help demo test nightly lint rust-test python-test wheel bench docs requirements clean
+.PHONY: help demo test nightly lint rust-test python-test gate gate-renew wheel bench bench-engine bench-core docs requirements clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,7 +28,7 @@ help:  ## list the targets
 demo: $(BIN)/.built  ## run the real vLLM engine on a tiny model, with mmcollate on and off
 	@$(BIN)/python -m demo
 
-test: lint rust-test python-test  ## everything: formatting, lints, types, Rust and Python tests
+test: lint rust-test python-test gate  ## everything: formatting, lints, types, Rust and Python tests, instruction counts
 
 lint: $(BIN)/.built  ## rustfmt, clippy, ruff, mypy, stubtest
 	$(call say,Rust: formatting)
@@ -54,6 +54,13 @@ python-test: $(BIN)/.built  ## pytest, with the real vLLM
 	$(call say,Python: tests)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
+gate: $(BIN)/.built  ## compare instruction counts with their baseline, under valgrind
+	$(call say,Instructions: against benches/gate.json)
+	@$(BIN)/python benches/gate.py
+
+gate-renew: $(BIN)/.built  ## make the counts of this state the baseline
+	@$(BIN)/python benches/gate.py --renew
+
 nightly: $(BIN)/.built  ## the differential tests with 20,000 examples and more
 	@$(BIN)/python -m pytest tests/test_differential.py --hypothesis-profile=nightly
 
@@ -62,8 +69,15 @@ wheel: $(BIN)/.installed  ## build the wheel into dist/
 		$(BIN)/maturin build --quiet --release --out dist
 	@ls -l dist
 
-bench: $(BIN)/.built  ## time collation against vLLM's own
-	@$(BIN)/python benches/collate.py --json docs/figures.json
+bench: $(BIN)/.built  ## time mmcollate against vLLM and others, and draw it (under 8 minutes)
+	@$(BIN)/python -m mmcollate bench --families tests/data/field_sets.json \
+		--json docs/figures.json --plots docs/plots
+
+bench-core:  ## time the core without Python, against bare copies (about a minute)
+	@cargo bench --quiet -p mmcollate-core --no-default-features --bench core
+
+bench-engine: $(BIN)/.built  ## time the real engine with mmcollate on and off (under 5 minutes)
+	@$(BIN)/python -m benches.engine --json docs/engine_figures.json
 
 docs: $(BIN)/.built  ## fill the tables in README and docs, and run every example there
 	@$(BIN)/python docs/tables.py
