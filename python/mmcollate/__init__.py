@@ -26,6 +26,7 @@ from mmcollate.errors import (
 from mmcollate.explanation import FieldPlan, GroupPlan, Plan, explain
 from mmcollate.fields import Batched, Field, Flat, Shared
 from mmcollate.pinned import ArenaStats
+from mmcollate.restoring import restore, restored
 from mmcollate.staging import (
     Staged,
     arena_stats,
@@ -62,6 +63,8 @@ __all__ = [
     "explain",
     "reserve",
     "reset_stats",
+    "restore",
+    "restored",
     "retained_bytes",
     "stage",
     "stats",
