@@ -203,4 +203,4 @@ def of_memory(rows: Sequence[Row]) -> list[Row]:
 
 def times(value: float) -> str:
     """A ratio as text."""
-    return f"{value:.2f}x" if value < 2 else f"{value:.1f}x"
+    return f"{value:.{0 if value >= 100 else 1 if value >= 2 else 2}f}x"
