@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,6 +25,16 @@ else:
     hypothesis.settings.register_profile("nightly", max_examples=20_000, **common)
     # --hypothesis-profile, where given, is applied after this.
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_plugin_is_left_behind() -> Iterator[None]:
+    """vLLM's functions are its own again after each file: other files compare with them."""
+    yield
+    plugin = sys.modules.get("mmcollate.integrations.vllm")
+    if plugin is not None and plugin.is_active():
+        plugin.deactivate()
+        pytest.fail("a test of this file has left the plugin active")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -82,11 +82,16 @@ def samples_of(tokens: dict[str, list[int]]) -> Any:
 
 
 def run_rounds(tokens: dict[str, list[int]]) -> None:
+    from mmcollate.integrations import vllm as plugin
+
     from benches.engine_cases import CASES
     from benches.engine_run import rounds_of
 
     case = CASES["Qwen2.5-VL, text only"]
-    samples, _ = rounds_of(samples_of(tokens), case, rounds=2, seconds=0)
+    try:
+        samples, _ = rounds_of(samples_of(tokens), case, rounds=2, seconds=0)
+    finally:
+        plugin.deactivate()
     assert {arm: len(of) for arm, of in samples.items()} == dict.fromkeys(samples, 2)
 
 
