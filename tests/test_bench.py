@@ -502,7 +502,7 @@ def test_a_table_shows_the_target_beside_the_figure(tmp_path, monkeypatch):
     file = tmp_path / "figures.json"
     file.write_text(json.dumps({"rows": [one], "fit": None, "across": [], "memory": []}))
     monkeypatch.setattr(module, "FIGURES", file)
-    assert (
-        "| 16 x 12 kept fields | 100 us | 100 us | 9.5x (9.0-10.5) | 1.00 | >= 10x: not met |"
-        in module.TABLES["figures"]()
-    )
+    times = "| 16 x 12 kept fields | 100 us | 100 us | 9.5x (9.0-10.5) | 1.00 |"
+    assert times in module.TABLES["figures"]()
+    [line] = [x for x in module.TABLES["metadata"]().splitlines() if x.startswith(times)]
+    assert line.endswith("| >= 10x: not met |")

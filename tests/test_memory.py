@@ -436,3 +436,25 @@ print(mmcollate.stats()["bytes_gathered"] >> 20, mmcollate.stats()["warm_pool_by
 def test_only_a_named_device_must_have_pinned_memory():
     with pytest.raises(CollateValueError, match="no such accelerator"):
         mmcollate.trim("cpu")
+
+
+WARM_HEAP = """
+import torch
+from mmcollate import Flat, collate
+# Freed, these leave a large free block in the heap, with its pages.
+blocks = [torch.ones(20 << 20, dtype=torch.uint8) for _ in range(6)]
+del blocks
+blocks, last = [torch.ones(20 << 20, dtype=torch.uint8) for _ in range(6)], bytearray(100_000)
+del blocks
+leaf = torch.ones(24 << 20, dtype=torch.uint8)
+batch = collate([{"x": leaf}] * 2, {"x": Flat()})["x"]
+print(batch.data_ptr() % (2 << 20))
+"""
+
+
+@own_mappings
+def test_a_warm_heap_is_not_taken_for_an_allocator_that_keeps_its_blocks():
+    done = subprocess.run(
+        [sys.executable, "-c", WARM_HEAP], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")

@@ -109,7 +109,7 @@ fn allocator_keeps() -> bool {
     match KNOWN.load(Ordering::Relaxed) {
         0 => {
             // Twice: another thread may have mapped what was just freed.
-            let keeps = find_out_whether_it_keeps() && find_out_whether_it_keeps();
+            let keeps = keeps_block(PROBE) && keeps_block(PROBE);
             KNOWN.store(if keeps { YES } else { NO }, Ordering::Relaxed);
             keeps
         }
@@ -117,18 +117,26 @@ fn allocator_keeps() -> bool {
     }
 }
 
+/// Larger than what is free in one piece in the heap of a process that has run for a while: from
+/// there any allocator would give a block, and take it back, without a word to the system. Smaller
+/// than what tcmalloc reports.
 #[cfg(target_os = "linux")]
-fn find_out_whether_it_keeps() -> bool {
-    let (Ok(layout), Some(page)) = (Layout::from_size_align(LARGE, SEGMENT_ALIGN), page_size())
+const PROBE: usize = 512 << 20;
+
+/// Whether a block of so many bytes that is freed keeps its pages; also if there is no such block.
+#[cfg(target_os = "linux")]
+fn keeps_block(nbytes: usize) -> bool {
+    let (Ok(layout), Some(page)) = (Layout::from_size_align(nbytes, SEGMENT_ALIGN), page_size())
     else {
         return true;
     };
     // SAFETY: the layout's size is not 0.
     let block = unsafe { alloc(layout) };
     if block.is_null() {
-        return true;
+        // Where addresses are limited.
+        return nbytes <= LARGE || keeps_block(LARGE);
     }
-    let middle = block.wrapping_add(LARGE / 2);
+    let middle = block.wrapping_add(nbytes / 2);
     // SAFETY: inside the block.
     unsafe { middle.write_volatile(1) };
     // SAFETY: allocated above with this layout.
