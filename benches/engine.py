@@ -24,6 +24,7 @@ from typing import Any
 
 import mmcollate
 import torch
+from mmcollate.bench import machine
 from mmcollate.integrations import vllm_source
 
 from benches.engine_cases import CASES
@@ -56,18 +57,11 @@ def header() -> dict[str, Any]:
         "vllm": vllm_source.version(),
         "machine": f"{platform.machine()}, {platform.python_implementation()}"
         f" {platform.python_version()}",
-        "cpu": cpu(),
+        "cpu": machine.cpu_model(),
         "cpus": len(os.sched_getaffinity(0)),
         "threads": 1,
         "no_alias": os.environ.get("MMCOLLATE_NO_ALIAS", ""),
     }
-
-
-def cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return "unknown"
 
 
 def rows(name: str, found: dict[str, Any]) -> list[str]:

@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import random
-import statistics
 import sys
 import time
 from collections import defaultdict
@@ -26,6 +25,7 @@ set_num_threads = torch.set_num_threads  # vLLM's worker replaces it
 
 import mmcollate  # noqa: E402
 import numpy as np  # noqa: E402
+from mmcollate.bench.measure import quartiles, ratio  # noqa: E402
 from mmcollate.reference import iter_leaves  # noqa: E402
 
 from benches.engine_cases import CASES, ENGINES, Case  # noqa: E402
@@ -275,15 +275,11 @@ def summary(part: str, samples: dict[str, list[Sample]], warm: dict[str, Sample]
     """Quartiles of the times and of each round's ratios; collation's share of the time."""
     times = {arm: [s.seconds[part] for s in samples[arm]] for arm in ARMS}
 
-    def ratios(arm: str) -> list[float]:
-        pairs = zip(times["vllm"], times[arm], strict=True)
-        return quartiles([theirs / ours for theirs, ours in pairs])
-
     return {
         "rounds": len(times["vllm"]),
         "ms": {arm: [t * 1e3 for t in quartiles(times[arm])] for arm in ARMS},
-        "speedup": ratios("mmcollate"),
-        "a_a": ratios("again"),
+        "speedup": ratio(times["vllm"], times["mmcollate"]),
+        "a_a": ratio(times["vllm"], times["again"]),
         "collation": {
             arm: collation(part, samples[arm], warm[arm]) for arm in ("vllm", "mmcollate")
         },
@@ -305,10 +301,6 @@ def sides(part: str, sample: Sample) -> list[Side]:
     """The sides whose collation falls into this part."""
     of = {"engine steps": [sample.worker], "whole run": [sample.api, sample.worker]}
     return of.get(part, [sample.api])
-
-
-def quartiles(values: list[float]) -> list[float]:
-    return statistics.quantiles(values, n=4, method="inclusive")
 
 
 def main() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import mmcollate
@@ -11,6 +9,7 @@ import pytest
 import torch
 from mmcollate import Batched, Flat, backends, collate
 from mmcollate.testing import FakeDevice
+from processes import run_script
 
 CPU = torch.device("cpu")
 
@@ -220,10 +219,8 @@ def test_importing_and_collating_on_the_host_starts_no_driver():
         "assert not torch.cuda.is_initialized()\n"
         "assert 'libcuda.so' not in open('/proc/self/maps').read()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    code, _, said = run_script(script)
+    assert code == 0, said
 
 
 def test_a_fake_device_given_twice_is_one_backend():

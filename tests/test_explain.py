@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mmcollate import Batched, Flat, Plan, Shared, collate_groups, explain
 from mmcollate.explanation import REASONS
+from processes import resident
 
 REASON_RS = Path(__file__).parents[1] / "rust" / "src" / "python" / "reason.rs"
 
@@ -153,16 +153,11 @@ def test_prints_elsewhere_if_asked_to(capsys):
 def test_nothing_is_copied():
     # Memory that was never touched takes no room; reading or copying it would.
     leaf = torch.empty(1 << 30, dtype=torch.uint8)
-    before = _resident()
+    before = resident()
     plan = quietly([{"x": leaf}, {"x": leaf}], {"x": Batched()})
     [field] = plan.groups[0].fields
     assert (field.way, field.nbytes, field.copied) == ("gather", 2 << 30, 2 << 30)
-    assert _resident() - before < 64 << 20
-
-
-def _resident() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert resident() - before < 64 << 20
 
 
 def test_items_that_cannot_be_read_raise_as_in_collate():

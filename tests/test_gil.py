@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
-import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-import traceback
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import mmcollate
 import pytest
 import torch
 from mmcollate import Batched, Flat, collate
+from processes import in_child, resident
 from torch.utils.data import DataLoader
 
 MIB = 1 << 20
@@ -30,35 +26,6 @@ def sized(nbytes: int) -> list[dict[str, torch.Tensor]]:
     """Two items whose batch has this many bytes."""
     leaf = torch.arange(nbytes // 2, dtype=torch.int32).to(torch.uint8)
     return [{"x": leaf}, {"x": leaf}]
-
-
-def in_child(check: Callable[[], Any]) -> int:
-    """Runs ``check`` in a forked child, which is killed if it hangs, and returns how that ended."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(60)
-            check()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def resident() -> int:
-    """Bytes of this process's memory that are in use.
-
-    Whatever is free goes back first: else memory that an earlier test left free takes a
-    later one's tensors, and the process does not grow at all.
-    """
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # The interpreter lock
@@ -201,7 +168,7 @@ import torch
 from mmcollate import Batched, Flat, Shared, collate
 
 leaf = torch.arange(6.0).reshape(2, 3)
-items = [{"a": leaf, "b": leaf, "c": leaf, "d": 1} for _ in range(4)]
+items = [{"a": leaf, "b": leaf, "c": leaf.int(), "d": 1} for _ in range(4)]
 fields = {"a": Batched(keep_on_cpu=True), "b": Flat(dim=1), "c": Shared(), "d": Batched()}
 start = threading.Barrier(7)
 
@@ -228,9 +195,10 @@ sys.exit(str([code for pid in children if (code := os.waitpid(pid, 0)[1])] or ""
 
 
 def test_children_forked_while_threads_collate_for_the_first_time_do_not_hang():
-    # Whatever is set up at first use must not be a lock that a child can find taken. Strided leaves
-    # are left out: torch gives up the interpreter lock to say whether they are negated, and what a
-    # thread does without it is torch's and the C library's own.
+    # Whatever is set up at first use must not be a lock that a child can find taken. What torch is
+    # asked to compute is left out, such as whether shared floats are equal: there it gives up the
+    # interpreter lock, and a child forked while a thread calls one of its operations for the first
+    # time waits for ever (in `__cxa_guard_acquire`).
     for _ in range(5):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", FORKS_WHILE_FIRST_USED],

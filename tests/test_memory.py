@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import os
@@ -13,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from mmcollate import (
     reference,
 )
 from mmcollate.bench import machine
+from processes import addresses_and_memory, in_child, run_script
 
 MIB = 1 << 20
 LARGE = 32 * MIB
@@ -76,31 +75,6 @@ def is_all(tensor: torch.Tensor, value: int) -> bool:
     return bool((tensor == value).all())
 
 
-def statm() -> tuple[int, int]:
-    """Bytes of addresses and of memory that this process uses."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    size, memory = Path("/proc/self/statm").read_text().split()[:2]
-    return int(size) * resource.getpagesize(), int(memory) * resource.getpagesize()
-
-
-def in_child(check: Callable[[], Any]) -> int:
-    """Runs ``check`` in a forked child, which is killed if it hangs; 0 if it held."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(60)
-            check()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 # Huge pages
 
 
@@ -109,15 +83,15 @@ def in_child(check: Callable[[], Any]) -> int:
 def test_a_large_result_uses_no_more_memory_than_it_has_bytes(nbytes):
     items = items_of(nbytes)
     assert is_all(large(nbytes), 1)
-    before, resident = statm()
+    before, resident = addresses_and_memory()
     out = collate(items, {"x": Flat()})["x"]
-    after = statm()
+    after = addresses_and_memory()
     assert is_all(out, 1)
     assert out.data_ptr() % HUGE_PAGE == 0
     assert after[0] - before < nbytes + MIB
     assert nbytes - MIB < after[1] - resident < nbytes + MIB
     del out
-    end = statm()
+    end = addresses_and_memory()
     assert end[0] - before < MIB
     assert end[1] - resident < MIB
 
@@ -143,12 +117,12 @@ def test_nothing_grows_with_the_number_of_batches():
     sizes = [rng.randrange(LARGE, 48 * MIB) for _ in range(60)]
     items = {size: items_of(size) for size in sizes[:4]}
     large(sizes[0])
-    before = statm()
+    before = addresses_and_memory()
     for size in sizes[4:]:
         kept = [collate(items[chosen], {"x": Flat()})["x"] for chosen in sizes[:2]]
         del kept[size % 2]
     del kept
-    after = statm()
+    after = addresses_and_memory()
     assert after[0] - before[0] < 16 * MIB
     assert after[1] - before[1] < 16 * MIB
 
@@ -159,7 +133,7 @@ def test_without_memory_the_reference_says_so():
         # More than the C library could have in one piece from tests before.
         items = items_of(LARGE) * 16
         large(LARGE)
-        limit = statm()[0] + 40 * MIB
+        limit = addresses_and_memory()[0] + 40 * MIB
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         mmcollate.reset_stats()
         with pytest.raises(CollateRuntimeError, match="no memory for their batch"):
@@ -206,11 +180,11 @@ def test_a_block_is_used_again_when_its_last_view_is_gone(warm):
 def test_the_pool_holds_no_more_than_its_cap(warm):
     warm(100 * MIB)
     kept = [large(size * MIB) for size in (40, 45, 50, 101)]
-    before = statm()[1]
+    before = addresses_and_memory()[1]
     while kept:
         del kept[0]
     assert pooled() == 95 * MIB
-    freed = before - statm()[1]
+    freed = before - addresses_and_memory()[1]
     assert abs(freed - (40 + 101) * MIB) < 8 * MIB
     large(33 * MIB)
     assert pooled() == 83 * MIB
@@ -362,7 +336,7 @@ def test_the_pool_gives_way_where_memory_is_short(warm):
     large(300 * MIB)
 
     def check() -> None:
-        limit = statm()[0] + 10 * MIB
+        limit = addresses_and_memory()[0] + 10 * MIB
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         assert pooled() == 300 * MIB
         assert is_all(collate(items, {"x": Flat()})["x"][::4096], 1)
@@ -454,7 +428,4 @@ print(batch.data_ptr() % (2 << 20))
 
 @own_mappings
 def test_a_warm_heap_is_not_taken_for_an_allocator_that_keeps_its_blocks():
-    done = subprocess.run(
-        [sys.executable, "-c", WARM_HEAP], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+    assert run_script(WARM_HEAP) == (0, "0\n", "")

@@ -47,7 +47,7 @@ from mmcollate import (
     trim,
 )
 from mmcollate.testing import FakeDevice, FakeStream
-from test_gil import in_child
+from processes import in_child, run_script
 
 KIB, MIB = 1 << 10, 1 << 20
 SLOT = 4096
@@ -2185,7 +2185,4 @@ def test_the_interpreter_ends_quietly_with_a_staged_batch():
         "kept = [stage([{'x': torch.ones(40_000)}], {'x': Flat()}, device=device)]\n"
         "kept.append(kept)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert run_script(script) == (0, "", "")

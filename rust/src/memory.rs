@@ -96,8 +96,7 @@ impl Drop for Allocation {
     }
 }
 
-/// Whether the allocator keeps a large block that is freed, and its pages with it. Asked once: by
-/// freeing one, and looking whether a page that was written to is still there.
+/// Whether the allocator keeps a large block that is freed, and its pages with it. Asked once.
 #[cfg(target_os = "linux")]
 fn allocator_keeps() -> bool {
     use std::sync::atomic::AtomicU8;
@@ -109,7 +108,7 @@ fn allocator_keeps() -> bool {
     match KNOWN.load(Ordering::Relaxed) {
         0 => {
             // Twice: another thread may have mapped what was just freed.
-            let keeps = keeps_block(PROBE) && keeps_block(PROBE);
+            let keeps = !allocator_is_libc() && keeps_block() && keeps_block();
             KNOWN.store(if keeps { YES } else { NO }, Ordering::Relaxed);
             keeps
         }
@@ -117,26 +116,44 @@ fn allocator_keeps() -> bool {
     }
 }
 
-/// Larger than what is free in one piece in the heap of a process that has run for a while: from
-/// there any allocator would give a block, and take it back, without a word to the system. Smaller
-/// than what tcmalloc reports.
+/// Whether memory comes from the C library, which maps each large block afresh: glibc as well as
+/// musl. What it has free in the heap of a process that has run for a while may still hold one; so
+/// to free a block and look, as for others, would say something else from time to time.
 #[cfg(target_os = "linux")]
-const PROBE: usize = 512 << 20;
+fn allocator_is_libc() -> bool {
+    use std::ffi::CStr;
 
-/// Whether a block of so many bytes that is freed keeps its pages; also if there is no such block.
+    let function: unsafe extern "C" fn(_, _, _) -> _ = libc::posix_memalign;
+    let mut found = libc::Dl_info {
+        dli_fname: std::ptr::null(),
+        dli_fbase: std::ptr::null_mut(),
+        dli_sname: std::ptr::null(),
+        dli_saddr: std::ptr::null_mut(),
+    };
+    // SAFETY: asks where an address is from, and fills the struct if that is known.
+    let code = unsafe { libc::dladdr(function as *const libc::c_void, &raw mut found) };
+    if code == 0 || found.dli_fname.is_null() {
+        return false;
+    }
+    // SAFETY: the path of a file that stays loaded.
+    let path = unsafe { CStr::from_ptr(found.dli_fname) };
+    let name = path.to_bytes().rsplit(|&byte| byte == b'/').next().unwrap_or_default();
+    [&b"libc."[..], b"libc-", b"ld-musl"].iter().any(|start| name.starts_with(start))
+}
+
+/// Whether a block that is freed keeps its pages; also if there is no such block.
 #[cfg(target_os = "linux")]
-fn keeps_block(nbytes: usize) -> bool {
-    let (Ok(layout), Some(page)) = (Layout::from_size_align(nbytes, SEGMENT_ALIGN), page_size())
+fn keeps_block() -> bool {
+    let (Ok(layout), Some(page)) = (Layout::from_size_align(LARGE, SEGMENT_ALIGN), page_size())
     else {
         return true;
     };
     // SAFETY: the layout's size is not 0.
     let block = unsafe { alloc(layout) };
     if block.is_null() {
-        // Where addresses are limited.
-        return nbytes <= LARGE || keeps_block(LARGE);
+        return true;
     }
-    let middle = block.wrapping_add(nbytes / 2);
+    let middle = block.wrapping_add(LARGE / 2);
     // SAFETY: inside the block.
     unsafe { middle.write_volatile(1) };
     // SAFETY: allocated above with this layout.
@@ -379,6 +396,12 @@ mod tests {
             assert_eq!(allocation.nbytes(), nbytes.max(1));
             assert_eq!(allocation.start().addr() % SEGMENT_ALIGN, 0);
         }
+    }
+
+    #[test]
+    fn the_c_library_is_known_by_its_file() {
+        assert!(allocator_is_libc());
+        assert!(!allocator_keeps());
     }
 
     #[test]

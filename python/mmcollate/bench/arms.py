@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import mmcollate
+from mmcollate import _core
 from mmcollate.bench.workloads import Item, Source, Workload
 from mmcollate.fields import Batched, Field, Flat, Shared
 from mmcollate.reference import collate_groups, iter_leaves
@@ -123,10 +124,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shares_memory(case: Case, groups: Sequence[tuple[int, dict[str, Any]]]) -> bool:
-    """Whether every tensor of more than 64 KiB in a result lies in the items' own memory."""
+    """Whether a result's tensors that are large enough for views lie in the items' own memory."""
     given = {leaf.untyped_storage().data_ptr() for leaf in case.leaves}
     found = [x for _, batch in groups for x in iter_leaves(batch) if isinstance(x, torch.Tensor)]
-    large = [x.untyped_storage().data_ptr() for x in found if x.nbytes > 64 << 10]
+    large = [x.untyped_storage().data_ptr() for x in found if x.nbytes > _core.COPY_UP_TO]
     return bool(large) and given.issuperset(large)
 
 

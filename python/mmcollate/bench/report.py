@@ -129,8 +129,13 @@ def duration(us: float) -> str:
 
 
 def write_json(figures: Figures, file: Path) -> None:
-    """The figures, rounded to what they can tell."""
-    file.write_text(json.dumps(_rounded(figures), indent=1) + "\n")
+    """The figures, rounded to what they can tell; each row on a line of its own."""
+    parts = []
+    for name, value in _rounded(figures).items():
+        rows = isinstance(value, list) and value
+        text = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if rows else json.dumps(value)
+        parts.append(f"{json.dumps(name)}: {text}")
+    file.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def _rounded(value: Any) -> Any:

@@ -132,8 +132,17 @@ impl Collator {
     ) -> PyResult<Self> {
         let types = FieldTypes { batched, flat, shared };
         let form = Form::Elements { item, element };
-        let torch = Torch::new(&py.import("torch")?, only_device_contexts)?;
-        Self::new(py, form, types, torch, reduce, can_batch, skip_table, alias, counted)
+        Self::new(
+            py,
+            form,
+            types,
+            reduce,
+            can_batch,
+            only_device_contexts,
+            skip_table,
+            alias,
+            counted,
+        )
     }
 
     /// Of mappings from name to value.
@@ -155,8 +164,17 @@ impl Collator {
     ) -> PyResult<Self> {
         let types = FieldTypes { batched, flat, shared };
         let form = Form::Plain { normalize, report };
-        let torch = Torch::new(&py.import("torch")?, only_device_contexts)?;
-        Self::new(py, form, types, torch, reduce, can_batch, skip_table, false, counted)
+        Self::new(
+            py,
+            form,
+            types,
+            reduce,
+            can_batch,
+            only_device_contexts,
+            skip_table,
+            false,
+            counted,
+        )
     }
 
     /// Collates the group that starts at `start`; it ends before `stop` at the latest. Returns the
@@ -338,18 +356,19 @@ impl Collator {
         py: Python<'_>,
         form: Form,
         types: FieldTypes,
-        torch: Torch,
         reduce: Py<PyAny>,
         can_batch: Py<PyAny>,
+        only_device_contexts: Py<PyAny>,
         skip_table: bool,
         alias: bool,
         counted: bool,
     ) -> PyResult<Self> {
+        let torch = py.import("torch")?;
         Ok(Self {
             form,
             types,
-            torch,
-            door: Door::open(&py.import("torch")?, skip_table)?,
+            torch: Torch::new(&torch, only_device_contexts)?,
+            door: Door::open(&torch, skip_table)?,
             reduce,
             can_batch,
             alias,
