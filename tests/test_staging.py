@@ -1276,24 +1276,27 @@ def test_any_range_of_a_layout_is_gathered_as_the_whole(door, name):
     core = collation.collator()
     _, _, plan = core.next_group(items, 0, len(items), fields, FakeDevice(), True, None, True)
     assert plan is not None
-    nbytes, parts, _ = plan.lay_out([False, False, True])
-    assert parts[-1][1] == nbytes
+    nbytes = plan.lay_out([False, False, True])[-1][1]
     whole = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
-    assert plan.gather(whole, 0, nbytes)
+    assert plan.gather(whole, 0, 0, nbytes)
     dice = random.Random(name)
     for _ in range(60):
         start = dice.randint(0, nbytes)
         stop = min(nbytes, start + dice.choice([0, 1, 3, 100, 1000, nbytes]))
-        part = torch.full((stop - start + 8,), 0xFF, dtype=torch.uint8)
-        assert plan.gather(part[: stop - start], start, stop)
-        assert torch.equal(part[: stop - start], whole[start:stop])
-        assert (part[stop - start :] == 0xFF).all()
+        at = dice.randint(0, 300)
+        part = torch.full((at + stop - start + 8,), 0xFF, dtype=torch.uint8)
+        assert plan.gather(part, at, start, stop)
+        assert torch.equal(part[at : at + stop - start], whole[start:stop])
+        assert (part[:at] == 0xFF).all() and (part[at + stop - start :] == 0xFF).all()
     for start, stop in ((1, 0), (0, nbytes + 1), (-1, 5)):
         with pytest.raises((ValueError, OverflowError)):
-            plan.gather(whole, start, stop)
+            plan.gather(whole, 0, start, stop)
+    for at in (1, nbytes, 2**63, 2**64 - 1):
+        with pytest.raises(ValueError, match="contiguous uint8"):
+            plan.gather(whole, at, 0, nbytes)
     for into in (whole[: nbytes - 1], torch.zeros(2 * nbytes, dtype=torch.uint8)[::2], whole[:0]):
         with pytest.raises(ValueError, match="contiguous uint8"):
-            plan.gather(into, 0, nbytes)
+            plan.gather(into, 0, 0, nbytes)
 
 
 # What may be kept

@@ -139,30 +139,29 @@ class DevicePlan:
     """The fields of one batch that go to a device."""
 
     @property
-    def fields(self) -> list[tuple[Any, int, int]]:
-        """For each field `(name, its first load, its last + 1)`."""
+    def fields(self) -> list[tuple[Any, bool, int, int, int, bool]]:
+        """For each field `(name, whether it is a list, number of loads, bytes of the smallest,
+        bytes of all, whether each is of one leaf)`."""
 
-    @property
-    def loads(
-        self,
-    ) -> list[
-        tuple[
-            torch.Tensor, tuple[int, ...], tuple[int, ...], int, int, tuple[list[Any], int] | None
-        ]
-    ]:
-        """For each load `(its first leaf, sizes, strides, bytes, number of leaves, where it
-        belongs)`: `(list, index)`, or `None` if it is its field's batch."""
+    def first_leaves(self, field: int) -> list[torch.Tensor]:
+        """The first leaf of each load of a field."""
 
-    def lay_out(
-        self, own: Sequence[bool | None]
-    ) -> tuple[int, list[tuple[int, int]], list[tuple[int, int] | None]]:
-        """Lays the loads of some fields out."""
+    def lay_out(self, own: Sequence[bool | None]) -> list[tuple[int, int]]:
+        """Lays the loads of some fields out: the ranges of the host buffer that are an allocation
+        each."""
 
-    def large_leaves(self, load: int, at_least: int) -> list[tuple[torch.Tensor, int, int]]:
-        """The leaves of a load of at least so many bytes that lie in it as they are."""
+    def large_leaves(self, at_least: int) -> list[tuple[torch.Tensor, int, int, int, bool]]:
+        """The leaves of at least so many bytes that lie in the layout as they are: `(leaf, its
+        part, offset in the part, bytes, whether its load has no other)`."""
 
-    def gather(self, into: torch.Tensor, start: int, stop: int) -> bool:
-        """Writes the bytes `start..stop` of the host buffer to `into`."""
+    def carve(
+        self, field: int, buffers: list[torch.Tensor], sent: int, batch: dict[str, Any]
+    ) -> bool:
+        """Puts a field into the batch, as views of the buffers; `False` if some of it does not lie
+        in the first `sent` bytes of the layout."""
+
+    def gather(self, into: torch.Tensor, at: int, start: int, stop: int) -> bool:
+        """Writes the bytes `start..stop` of the host buffer to `into`, from its byte `at` on."""
 
     def count(self, fields: int) -> None:
         """Counts so many fields as staged."""

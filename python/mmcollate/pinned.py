@@ -261,8 +261,8 @@ class Slot:
     """Exclusive use of one slot of the arena, until :meth:`close`; dropping it closes it too."""
 
     def __init__(self, arena: Arena, pair: tuple[int, int]) -> None:
-        self._arena = arena
         self._pair: tuple[int, int] | None = pair
+        self._arena = arena
         self._fence: Fence | None = None
         self._memory: torch.Tensor | None = arena.slots[pair[0]]
         self.is_read = False
@@ -303,9 +303,10 @@ class Slot:
         self._arena.books.retire(pair)
 
     def __del__(self) -> None:
-        # At interpreter exit, what this calls may be gone.
-        with contextlib.suppress(BaseException):
-            self.close()
+        # Nearly always closed by now. At interpreter exit, what this calls may be gone.
+        if self._pair is not None:
+            with contextlib.suppress(BaseException):
+                self.close()
 
 
 class Passed:

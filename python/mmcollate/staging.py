@@ -93,6 +93,17 @@ class _Filled:
             self.slot.close()
 
 
+class _Direct(NamedTuple):
+    """A pinned leaf that is copied from where it lies, and where to."""
+
+    part: int
+    offset: int
+    nbytes: int
+    leaf: torch.Tensor
+    dtype: torch.dtype
+    shape: torch.Size
+
+
 class Transfer:
     """One batch on its way: the fields of a plan that are staged."""
 
@@ -102,19 +113,12 @@ class Transfer:
         self._backend = backend
         self._arena = arena_of(backend)
         self.pid = self._arena.pid
-        self._fields = bound.fields
-        self._loads = bound.loads
-        self._dtypes = [leaf.dtype for leaf, *_ in self._loads]
-        _, self._parts, self._places = plan.lay_out(own)
+        self._parts = plan.lay_out(own)
         self.buffers: list[torch.Tensor] = []
         self._direct = [
-            (load, offset, nbytes, leaf, leaf.dtype, leaf.shape)
-            for load, place in enumerate(self._places)
-            if place is not None
-            and self._loads[load][3] >= DIRECT_FROM
-            and (self._loads[load][4] == 1 or self._arena.direct)
-            for leaf, offset, nbytes in plan.large_leaves(load, DIRECT_FROM)
-            if backend.is_pinned(leaf)
+            _Direct(part, offset, nbytes, leaf, leaf.dtype, leaf.shape)
+            for leaf, part, offset, nbytes, alone in plan.large_leaves(DIRECT_FROM)
+            if (alone or self._arena.direct) and backend.is_pinned(leaf)
         ]
         self._runs = deque(self._runs_to_gather())
         self._grown = 0
@@ -125,18 +129,13 @@ class Transfer:
         self._sent = 0
         self._to_send = sum(stop - start for _, start, stop in self._runs)
         self._waited = 0.0
-        self._typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-
-    def _host_offset(self, load: int) -> int:
-        place = self._places[load]
-        assert place is not None
-        part, offset = place
-        return self._parts[part][0] + offset
 
     def _runs_to_gather(self) -> list[tuple[int, int, int]]:
         """``(part, start, stop)`` of the host layout, without what is copied directly."""
+        if not self._direct:
+            return [(part, *run) for part, run in enumerate(self._parts) if run[0] < run[1]]
         skipped = sorted(
-            (self._host_offset(load) + offset, nbytes) for load, offset, nbytes, *_ in self._direct
+            (self._parts[one.part][0] + one.offset, one.nbytes) for one in self._direct
         )
         runs = []
         for part, (start, stop) in enumerate(self._parts):
@@ -159,18 +158,16 @@ class Transfer:
         Raises:
             Changed: One of them was changed; nothing was copied.
         """
-        for _, _, _, leaf, dtype, shape in self._direct:
-            as_planned = (leaf.dtype, leaf.shape, leaf.is_contiguous()) == (dtype, shape, True)
-            if not (as_planned and self._backend.is_pinned(leaf)):
+        for one in self._direct:
+            leaf = one.leaf
+            as_planned = (leaf.dtype, leaf.shape, leaf.is_contiguous())
+            if as_planned != (one.dtype, one.shape, True) or not self._backend.is_pinned(leaf):
                 raise Changed
-        for load, offset, nbytes, leaf, *_ in self._direct:
-            place = self._places[load]
-            assert place is not None
-            part, start = place
-            target = self.buffers[part][start + offset : start + offset + nbytes]
-            source = leaf.detach().reshape(-1).view(torch.uint8)
+        for one in self._direct:
+            target = self.buffers[one.part][one.offset : one.offset + one.nbytes]
+            source = one.leaf.detach().reshape(-1).view(torch.uint8)
             self._backend.copy(target, source, blocking=not self._backend.copies_are_ordered)
-            self._copied += nbytes
+            self._copied += one.nbytes
 
     def run(self) -> None:
         """Fills and copies, until all is sent.
@@ -198,11 +195,12 @@ class Transfer:
         """Gathers the next part of the layout into host memory."""
         filled = self._host_memory(or_pageable)
         memory, used = filled.memory, 0
+        room = memory.numel()
         try:
-            while self._runs and used < memory.numel():
+            while self._runs and used < room:
                 part, start, stop = self._runs[0]
-                taken = min(stop - start, memory.numel() - used)
-                if not self._plan.gather(memory[used : used + taken], start, start + taken):
+                taken = min(stop - start, room - used)
+                if not self._plan.gather(memory, used, start, start + taken):
                     raise Changed
                 filled.copies.append((part, start - self._parts[part][0], used, taken))
                 if start + taken < stop:
@@ -267,38 +265,11 @@ class Transfer:
             del memory
             filled.close()
 
-    def is_sent(self, load: int) -> bool:
-        """Whether all bytes of a load have been given to the device."""
-        if self._sent == self._to_send:
-            return True
-        return self._host_offset(load) + self._loads[load][3] <= self._sent_until
-
-    def carve(self, load: int) -> torch.Tensor:
-        """The tensor of a load: a view of its device allocation."""
-        place = self._places[load]
-        assert place is not None
-        part, offset = place
-        _, sizes, strides, *_ = self._loads[load]
-        dtype = self._dtypes[load]
-        typed = self._typed.get((part, dtype))
-        if typed is None:
-            typed = self._typed[part, dtype] = self.buffers[part].view(dtype)
-        start = typed.storage_offset() + offset // dtype.itemsize
-        return typed.as_strided(sizes, strides, start)
-
     def put(self, k: int, batch: dict[str, Any]) -> bool:
-        """Puts a field into the batch; ``False`` if not all of it was sent."""
-        name, start, stop = self._fields[k]
-        if self._sent < self._to_send and not all(map(self.is_sent, range(start, stop))):
-            return False
-        for load in range(start, stop):
-            home = self._loads[load][5]
-            if home is None:
-                batch[name] = self.carve(load)
-            else:
-                nest, index = home
-                nest[index] = self.carve(load)
-        return True
+        """Puts a field into the batch, as views of the device's allocations; ``False`` if not all
+        of it was sent."""
+        sent = self._sent_until if self._sent < self._to_send else self._parts[-1][1]
+        return self._plan.carve(k, self.buffers, sent, batch)
 
     def finish(self) -> None:
         """Counts what was done."""
@@ -326,25 +297,20 @@ class Bound:
 
     def __post_init__(self) -> None:
         self.fields = self.plan.fields
-        self.loads = self.plan.loads
 
     def choose(self) -> list[bool | str]:
         """For each field of the plan: whether it gets an allocation of its own, or why it takes the
         reference."""
-        fields, loads = self.fields, self.loads
-        is_pinned = self.backend.is_pinned
         if self.backend.is_capturing():
-            return ["capturing"] * len(fields)
-        if len(loads) <= SMALL_COUNT and 0 < sum(load[3] for load in loads) <= SMALL:
-            return ["small"] * len(fields)
+            return ["capturing"] * len(self.fields)
+        tensors = sum([field[2] for field in self.fields])
+        if tensors <= SMALL_COUNT and 0 < sum([field[4] for field in self.fields]) <= SMALL:
+            return ["small"] * len(self.fields)
         chosen: list[bool | str] = []
-        for name, start, stop in fields:
-            mine = loads[start:stop]
-            is_list = mine[0][5] is not None
-            single = all(leaves == 1 for _, _, _, _, leaves, _ in mine)
-            large = all(nbytes >= DIRECT_FROM for _, _, _, nbytes, _, _ in mine)
+        for k, (name, is_list, _, smallest, _, single) in enumerate(self.fields):
             # The reference copies such leaves from where they are, and keeps their strides.
-            if single and (large or not is_list) and all(is_pinned(leaf) for leaf, *_ in mine):
+            may_be_left = single and (smallest >= DIRECT_FROM or not is_list)
+            if may_be_left and all(map(self.backend.is_pinned, self.plan.first_leaves(k))):
                 chosen.append("pinned_leaf")
             else:
                 chosen.append(self.outlives(name))
@@ -509,13 +475,17 @@ class Staged:
                     bound.reduce_one(k, "changed", batch)
             transfer.finish()
             self._tensors.extend(transfer.buffers)
-        taken = set()
+        staged: set[Any] = set()
+        taken: set[Any] = set()
         if bound is not None:
             bound.count(chosen)
             taken = bound.taken(chosen)
+            # Views of the buffers, which are noted.
+            staged = {name for name, *_ in bound.fields} - taken
         self._tensors.extend(
             leaf
             for name, value in batch.items()
+            if name not in staged
             for leaf in iter_leaves(value)
             if type(leaf) is torch.Tensor
             and leaf.layout is torch.strided

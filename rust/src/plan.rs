@@ -188,11 +188,16 @@ pub fn plan_field(kind: Kind, leaves: &Layouts) -> Result<Way, PlanError> {
 ///
 /// An expanded leaf, or sizes beyond 64 bits.
 pub fn plan_dense(leaf: &Layouts, leading: bool) -> Result<Output, PlanError> {
-    let mut output = stack(leaf)?;
-    if !leading {
-        output.sizes.remove(0);
+    if leaf.expanded() {
+        return Err(PlanError::Expanded);
     }
-    Ok(output)
+    let mut sizes = Dims::new();
+    if leading {
+        sizes.push(1);
+    }
+    sizes.extend_from_slice(leaf.sizes(0));
+    let nbytes = shape::byte_count(&sizes, leaf.item_size())?;
+    Ok(Output { dtype: leaf.dtype(), sizes, nbytes, moves: rows(leaf, nbytes)? })
 }
 
 fn stack(leaves: &Layouts) -> Result<Output, PlanError> {
@@ -205,16 +210,17 @@ fn stack(leaves: &Layouts) -> Result<Output, PlanError> {
     sizes.extend_from_slice(leaf_sizes);
     let nbytes = shape::byte_count(&sizes, leaves.item_size())?;
     let leaf_bytes = shape::byte_count(leaf_sizes, leaves.item_size())?;
-    let moves = if leaves.all_contiguous() {
-        Moves::Rows { len: leaf_bytes }
-    } else {
-        let strides = shape::contiguous_strides(leaf_sizes)?;
-        let blocks = (0..leaves.len())
-            .map(|leaf| block(leaves, leaf, leaf * leaf_bytes, &strides))
-            .collect::<Result<_, _>>()?;
-        Moves::Blocks { zero: false, blocks }
-    };
-    Ok(Output { dtype: leaves.dtype(), sizes, nbytes, moves })
+    Ok(Output { dtype: leaves.dtype(), sizes, nbytes, moves: rows(leaves, leaf_bytes)? })
+}
+
+/// Leaves of the same sizes, of `leaf_bytes` bytes each, one after the other.
+fn rows(leaves: &Layouts, leaf_bytes: usize) -> Result<Moves, PlanError> {
+    if leaves.all_contiguous() {
+        return Ok(Moves::Rows { len: leaf_bytes });
+    }
+    let strides = shape::contiguous_strides(leaves.sizes(0))?;
+    let blocks = (0..leaves.len()).map(|leaf| block(leaves, leaf, leaf * leaf_bytes, &strides));
+    Ok(Moves::Blocks { zero: false, blocks: blocks.collect::<Result<_, _>>()? })
 }
 
 fn concat(leaves: &Layouts, dim: i64) -> Result<Output, PlanError> {

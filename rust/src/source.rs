@@ -80,7 +80,7 @@ pub struct Layouts {
     count: usize,
     rank: usize,
     /// `rank` sizes if all leaves are alike, else `rank` for each leaf.
-    sizes: Vec<i64>,
+    sizes: Dims,
     uniform: bool,
     mixed_ranks: bool,
     strided: Vec<(usize, Dims)>,
@@ -96,7 +96,7 @@ impl Layouts {
             item_size,
             count: 1,
             rank: sizes.len(),
-            sizes: sizes.to_vec(),
+            sizes: Dims::from_slice(sizes),
             uniform: true,
             mixed_ranks: false,
             strided: Vec::new(),
@@ -117,9 +117,9 @@ impl Layouts {
             return;
         }
         if self.uniform {
-            if sizes != self.sizes {
+            if sizes != self.sizes.as_slice() {
                 self.uniform = false;
-                self.sizes = self.sizes.repeat(leaf);
+                self.sizes = Dims::from_vec(self.sizes.repeat(leaf));
                 self.sizes.extend_from_slice(sizes);
             }
         } else {

@@ -3,6 +3,7 @@
 use pyo3::exceptions::{PyException, PyOverflowError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyList, PyString};
+use smallvec::smallvec;
 
 use super::buffer::{self, Gather};
 use super::device::{DevicePlan, Load, Loads};
@@ -682,7 +683,7 @@ impl Collator {
         Ok(match plan::plan_dense(&layouts, leading) {
             Ok(output) if buffer::moves_single_bools(&output) => Err(Reason::Dtype),
             Ok(output) => {
-                Ok(Load { output, layouts, leaves: vec![leaf.clone().unbind()], home: None })
+                Ok(Load { output, layouts, leaves: smallvec![leaf.clone().unbind()], home: None })
             }
             Err(error) => Err(error.into()),
         })
@@ -828,6 +829,10 @@ impl Collator {
         self.counters.count_reference(reason);
         let arguments = (key, field, column, device, pin_memory, reason.name(), context);
         self.reduce.bind(py).call1(arguments)
+    }
+
+    pub(super) fn torch(&self) -> &Torch {
+        &self.torch
     }
 
     pub(super) fn counters(&self) -> &'static Counters {

@@ -8,7 +8,8 @@ use std::ops::Range;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyTuple};
+use pyo3::types::{PyDict, PyList};
+use smallvec::SmallVec;
 
 use super::buffer::DETACH_FROM;
 use super::collator::Collator;
@@ -25,7 +26,8 @@ use crate::source::{Layouts, SourcePtr};
 pub(super) struct Load {
     pub(super) output: Output,
     pub(super) layouts: Layouts,
-    pub(super) leaves: Vec<Py<PyAny>>,
+    /// Most loads are of one leaf.
+    pub(super) leaves: SmallVec<[Py<PyAny>; 1]>,
     /// Where in the field's batch it belongs; `None` if it is the batch.
     pub(super) home: Option<(Py<PyList>, usize)>,
 }
@@ -57,11 +59,21 @@ pub(super) struct DevicePlan {
     pub(super) layout: Option<Laid>,
 }
 
-/// A layout, and the loads that are in it, in the order of their places.
+/// A layout of some of the loads.
 pub(super) struct Laid {
-    layout: Layout,
-    loads: Vec<usize>,
+    parts: Vec<Range<usize>>,
+    /// For each load its place, if it is laid out.
+    places: Vec<Option<Place>>,
+    /// The loads that are, in the order of their places.
+    order: Vec<usize>,
     nbytes: usize,
+}
+
+/// Where a load lies: in which allocation, and at which byte of the host buffer.
+#[derive(Clone, Copy)]
+struct Place {
+    part: usize,
+    offset: usize,
 }
 
 #[pymethods]
@@ -93,47 +105,37 @@ impl DevicePlan {
         self.layout = None;
     }
 
-    /// For each field `(name, its first load, its last + 1)`.
+    /// For each field `(name, whether it is a list, number of loads, bytes of the smallest, bytes of
+    /// all, whether each is of one leaf)`.
     #[getter]
     fn fields<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let fields = self.fields.iter().map(|field| {
-            let Range { start, end } = field.loads;
-            (field.key.clone_ref(py), start, end).into_pyobject(py)
+            let loads = &self.loads[field.loads.clone()];
+            let is_list = loads.first().is_some_and(|load| load.home.is_some());
+            let sizes = || loads.iter().map(|load| load.output.nbytes);
+            let all = sizes().fold(0, usize::saturating_add);
+            let single = loads.iter().all(|load| load.leaves.len() == 1);
+            let smallest = sizes().min().unwrap_or(0);
+            (field.key.clone_ref(py), is_list, loads.len(), smallest, all, single).into_pyobject(py)
         });
         PyList::new(py, fields.collect::<PyResult<Vec<_>>>()?)
     }
 
-    /// For each load `(its first leaf, sizes, strides, bytes, number of leaves, where it belongs)`:
-    /// `(list, index)`, or `None` if it is its field's batch.
-    #[getter]
-    fn loads<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let list = PyList::empty(py);
-        for Load { output, leaves, home, .. } in &self.loads {
-            let home = home.as_ref().map(|(list, index)| (list.bind(py), *index));
-            let strides = shape::contiguous_strides(&output.sizes)
-                .map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
-            let sizes = PyTuple::new(py, output.sizes.iter())?;
-            let strides = PyTuple::new(py, strides.iter())?;
-            let leaf = leaves[0].bind(py);
-            list.append((leaf, sizes, strides, output.nbytes, leaves.len(), home))?;
-        }
-        Ok(list)
+    /// The first leaf of each load of a field.
+    fn first_leaves<'py>(&self, py: Python<'py>, field: usize) -> PyResult<Bound<'py, PyList>> {
+        let loads = &self.loads[self.field(field)?.loads.clone()];
+        PyList::new(py, loads.iter().map(|load| load.leaves[0].bind(py)))
     }
 
     /// Lays the loads of some fields out: `own` says for each field whether it gets an allocation
-    /// (a list: one for each element) of its own, or `None` if it is left out. Returns
-    /// `(bytes of the host buffer, ranges of it that are an allocation each, for each load the
-    /// allocation and the offset in it, or None)`.
-    #[allow(clippy::type_complexity)]
-    fn lay_out(
-        &mut self,
-        own: Vec<Option<bool>>,
-    ) -> PyResult<(usize, Vec<(usize, usize)>, Vec<Option<(usize, usize)>>)> {
+    /// (a list: one for each element) of its own, or `None` if it is left out. Returns the ranges
+    /// of the host buffer that are an allocation each.
+    fn lay_out(&mut self, own: Vec<Option<bool>>) -> PyResult<Vec<(usize, usize)>> {
         if own.len() != self.fields.len() {
             return Err(PyValueError::new_err("mmcollate: one choice for each field"));
         }
-        let mut loads = Vec::new();
-        let mut demands = Vec::new();
+        let mut loads = Vec::with_capacity(self.loads.len());
+        let mut demands = Vec::with_capacity(self.loads.len());
         for (field, own) in self.fields.iter().zip(own) {
             let Some(own) = own else { continue };
             for load in field.loads.clone() {
@@ -142,69 +144,111 @@ impl DevicePlan {
                 demands.push(Demand { nbytes, floating: dtype.is_floating(), own });
             }
         }
-        let layout =
+        let Layout { offsets, part_of, parts } =
             plan::lay_out(&demands).map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
         let mut places = vec![None; self.loads.len()];
         for (at, &load) in loads.iter().enumerate() {
-            let part = layout.part_of[at];
-            places[load] = Some((part, layout.offsets[at] - layout.parts[part].start));
+            places[load] = Some(Place { part: part_of[at], offset: offsets[at] });
         }
-        let parts: Vec<_> = layout.parts.iter().map(|part| (part.start, part.end)).collect();
-        let nbytes = layout.parts.last().map_or(0, |part| part.end);
         let mut order: Vec<_> = (0..loads.len()).collect();
-        order.sort_by_key(|&at| layout.offsets[at]);
-        let in_order = |values: &[usize]| order.iter().map(|&at| values[at]).collect::<Vec<_>>();
-        let layout = Layout {
-            offsets: in_order(&layout.offsets),
-            part_of: in_order(&layout.part_of),
-            parts: layout.parts,
-        };
-        self.layout = Some(Laid { layout, loads: in_order(&loads), nbytes });
-        Ok((nbytes, parts, places))
+        order.sort_unstable_by_key(|&at| (offsets[at], demands[at].nbytes));
+        let order = order.into_iter().map(|at| loads[at]).collect();
+        let nbytes = parts.last().map_or(0, |part| part.end);
+        let pairs = parts.iter().map(|part| (part.start, part.end)).collect();
+        self.layout = Some(Laid { parts, places, order, nbytes });
+        Ok(pairs)
     }
 
-    /// The leaves of a load of at least so many bytes that lie in it as they are, one after the
-    /// other: `(leaf, offset in the load, bytes)`.
-    fn large_leaves<'py>(
-        &self,
-        py: Python<'py>,
-        load: usize,
-        at_least: usize,
-    ) -> PyResult<Bound<'py, PyList>> {
-        let load = self.loads.get(load).ok_or_else(|| PyValueError::new_err("no such load"))?;
+    /// The leaves of at least so many bytes that lie in the layout as they are: `(leaf, its part,
+    /// offset in the part, bytes, whether its load has no other)`.
+    fn large_leaves<'py>(&self, py: Python<'py>, at_least: usize) -> PyResult<Bound<'py, PyList>> {
+        let laid = self.laid()?;
         let list = PyList::empty(py);
-        let mut offset = 0;
-        for (at, nbytes) in load.output.whole_leaves().enumerate() {
-            if nbytes >= at_least.max(1) {
-                list.append((load.leaves[at].bind(py), offset, nbytes))?;
+        for &load in &laid.order {
+            let Load { output, leaves, .. } = &self.loads[load];
+            if output.nbytes < at_least.max(1) {
+                continue;
             }
-            offset += nbytes;
+            let Some(Place { part, offset }) = laid.places[load] else { continue };
+            let mut offset = offset - laid.parts[part].start;
+            for (at, nbytes) in output.whole_leaves().enumerate() {
+                if nbytes >= at_least.max(1) {
+                    list.append((leaves[at].bind(py), part, offset, nbytes, leaves.len() == 1))?;
+                }
+                offset += nbytes;
+            }
         }
         Ok(list)
     }
 
+    /// Puts a field into the batch, as views of the device's allocations: `uint8` tensors, one for
+    /// each part of the layout. `False`, and nothing is done, if some of it does not lie in the
+    /// first `sent` bytes of the host buffer.
+    fn carve<'py>(
+        &self,
+        py: Python<'py>,
+        field: usize,
+        buffers: Vec<Bound<'py, PyAny>>,
+        sent: usize,
+        batch: &Bound<'py, PyDict>,
+    ) -> PyResult<bool> {
+        let laid = self.laid()?;
+        let BoundField { key, loads, .. } = self.field(field)?;
+        let torch = self.collator.get().torch();
+        let places = loads.clone().map(|load| laid.places[load]).collect::<Option<Vec<_>>>();
+        let places = places.ok_or_else(|| refused("a field that is not laid out"))?;
+        let loads = &self.loads[loads.clone()];
+        if places.iter().zip(loads).any(|(place, load)| place.offset + load.output.nbytes > sent) {
+            return Ok(false);
+        }
+        let mut typed: Option<(usize, DType, Bound<'py, PyAny>, usize)> = None;
+        for (Place { part, offset }, Load { output, home, .. }) in places.into_iter().zip(loads) {
+            let Output { dtype, sizes, .. } = output;
+            let (buffer, first) = match &typed {
+                Some((of, known, buffer, first)) if (*of, known) == (part, dtype) => {
+                    (buffer, *first)
+                }
+                _ => {
+                    let bytes = buffers.get(part).ok_or_else(|| refused("a buffer is missing"))?;
+                    let (buffer, first) = torch.typed(bytes, *dtype)?;
+                    let (_, _, buffer, first) = typed.insert((part, *dtype, buffer, first));
+                    (&*buffer, *first)
+                }
+            };
+            let item_size = dtype.item_size().unwrap_or(1);
+            let start = first + (offset - laid.parts[part].start) / item_size;
+            let tensor = torch.dense_view(buffer, sizes, start)?;
+            match home {
+                Some((list, index)) => list.bind(py).set_item(*index, tensor)?,
+                None => batch.set_item(key, tensor)?,
+            }
+        }
+        Ok(true)
+    }
+
     /// Writes the bytes `start..stop` of the host buffer to `into`, a contiguous `uint8` tensor on
-    /// the host; what lies between the loads is zero. `False` if a leaf is no longer as it was
+    /// the host, from its byte `at` on; what lies between the loads is zero. `False` if a leaf is no longer as it was
     /// planned; what was written is then to be thrown away.
     fn gather(
         &self,
         py: Python<'_>,
         into: &Bound<'_, PyAny>,
+        at: usize,
         start: usize,
         stop: usize,
     ) -> PyResult<bool> {
-        let refused = |why: &str| PyValueError::new_err(format!("mmcollate: {why}"));
-        let laid = self.layout.as_ref().ok_or_else(|| refused("nothing is laid out"))?;
+        let laid = self.laid()?;
         if start > stop || stop > laid.nbytes {
             return Err(refused("a range outside the layout"));
         }
         let collator = self.collator.get();
-        let target = collator.borrow(into).filter(|into| is_byte_buffer(into, stop - start));
-        let target =
-            target.map(|into| SegmentPtr::new(into.data().cast_mut())).ok_or_else(|| {
-                refused("needs a contiguous uint8 tensor on the host, as long as the range")
-            })?;
-        let Some(jobs) = self.jobs(py, collator, laid, start..stop)? else {
+        let target = collator.borrow(into).filter(|into| {
+            at.checked_add(stop - start).is_some_and(|needed| is_byte_buffer(into, needed))
+        });
+        let target = target
+            .map(|into| SegmentPtr::new(into.data().cast_mut()).plus(at))
+            .ok_or_else(|| refused("needs a contiguous uint8 tensor on the host with room"))?;
+        let Some((jobs, sources)) = self.jobs(py, collator, laid, start..stop)? else {
             return Ok(false);
         };
         let nbytes: usize = jobs.iter().map(|job| job.range.len()).sum();
@@ -213,7 +257,7 @@ impl DevicePlan {
         // Python code, and neither is anything from here on.
         let run = move || {
             let mut written = start;
-            for Job { output, sources, offset, range } in &jobs {
+            for Job { output, leaves, offset, range } in &jobs {
                 let first = offset + range.start;
                 // SAFETY: the gap before this load lies inside `start..stop`, for which the
                 // target has room.
@@ -224,7 +268,7 @@ impl DevicePlan {
                 unsafe {
                     gather::gather_range(
                         output,
-                        sources,
+                        &sources[leaves.clone()],
                         target.plus(first - start),
                         range.clone(),
                     );
@@ -254,7 +298,7 @@ impl DevicePlan {
         field: usize,
         reason: &str,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let field = self.fields.get(field).ok_or_else(|| PyValueError::new_err("no such field"))?;
+        let field = self.field(field)?;
         let reason = Reason::ALL.iter().copied().find(|known| known.name() == reason);
         let reason = reason.ok_or_else(|| PyValueError::new_err("no such reason"))?;
         self.collator.get().call_reference(
@@ -273,9 +317,14 @@ impl DevicePlan {
 /// What one gather does for one load.
 struct Job<'a> {
     output: &'a Output,
-    sources: Vec<SourcePtr>,
+    /// Which of all the sources are its own.
+    leaves: Range<usize>,
     offset: usize,
     range: Range<usize>,
+}
+
+fn refused(why: &str) -> PyErr {
+    PyValueError::new_err(format!("mmcollate: {why}"))
 }
 
 impl DevicePlan {
@@ -293,27 +342,45 @@ impl DevicePlan {
         Ok(())
     }
 
-    /// The gathers that fill a range, in its order; `None` if a leaf is not as it was planned.
+    fn field(&self, field: usize) -> PyResult<&BoundField> {
+        self.fields.get(field).ok_or_else(|| refused("no such field"))
+    }
+
+    fn laid(&self) -> PyResult<&Laid> {
+        self.layout.as_ref().ok_or_else(|| refused("nothing is laid out"))
+    }
+
+    /// The gathers that fill a range, in its order, and the leaves of all of them; `None` if one is
+    /// not as it was planned.
+    #[allow(clippy::type_complexity)]
     fn jobs<'a>(
         &'a self,
         py: Python<'_>,
         collator: &Collator,
         laid: &'a Laid,
         range: Range<usize>,
-    ) -> PyResult<Option<Vec<Job<'a>>>> {
-        let mut jobs = Vec::new();
-        for (at, &load) in laid.loads.iter().enumerate() {
+    ) -> PyResult<Option<(Vec<Job<'a>>, Vec<SourcePtr>)>> {
+        let ends_before = |&load: &usize| {
+            let offset = laid.places[load].map_or(0, |place| place.offset);
+            offset + self.loads[load].output.nbytes <= range.start
+        };
+        let first = laid.order.partition_point(ends_before);
+        let mut jobs = Vec::with_capacity(laid.order.len() - first);
+        let mut sources = Vec::with_capacity(laid.order.len() - first);
+        for &load in &laid.order[first..] {
             let Load { output, layouts, leaves, .. } = &self.loads[load];
-            let offset = laid.layout.offsets[at];
+            let Some(Place { offset, .. }) = laid.places[load] else { continue };
+            if offset >= range.end {
+                break;
+            }
             let start = range.start.max(offset);
             let end = range.end.min(offset + output.nbytes);
             if start >= end {
                 continue;
             }
             let range = start - offset..end - offset;
-            let among = output.leaves_in(&range, leaves.len());
-            let mut sources = Vec::with_capacity(among.len());
-            for leaf in among {
+            let first = sources.len();
+            for leaf in output.leaves_in(&range, leaves.len()) {
                 match collator.borrow(leaves[leaf].bind(py)) {
                     Some(borrowed) if as_planned(&borrowed, layouts, leaf) => {
                         sources.push(borrowed.source());
@@ -321,9 +388,9 @@ impl DevicePlan {
                     _ => return Ok(None),
                 }
             }
-            jobs.push(Job { output, sources, offset, range });
+            jobs.push(Job { output, leaves: first..sources.len(), offset, range });
         }
-        Ok(Some(jobs))
+        Ok(Some((jobs, sources)))
     }
 }
 

@@ -42,7 +42,54 @@ pub(super) struct Attributes {
     /// Only torch below 2.10, where this door is used, has named tensors.
     has_names: Option<Py<PyAny>>,
     strided: Py<PyAny>,
-    dtypes: Vec<(Py<PyAny>, DType)>,
+    dtypes: DTypes,
+}
+
+/// torch's objects for the element types that the core takes.
+pub(super) struct DTypes(Vec<(Py<PyAny>, DType)>);
+
+impl DTypes {
+    pub(super) fn of(torch: &Bound<'_, PyModule>) -> Self {
+        let names = [
+            ("bool", DType::new(code::BOOL, 8)),
+            ("uint8", DType::new(code::UINT, 8)),
+            ("int8", DType::new(code::INT, 8)),
+            ("int16", DType::new(code::INT, 16)),
+            ("int32", DType::new(code::INT, 32)),
+            ("int64", DType::new(code::INT, 64)),
+            ("uint16", DType::new(code::UINT, 16)),
+            ("uint32", DType::new(code::UINT, 32)),
+            ("uint64", DType::new(code::UINT, 64)),
+            ("float16", DType::new(code::FLOAT, 16)),
+            ("float32", DType::new(code::FLOAT, 32)),
+            ("float64", DType::new(code::FLOAT, 64)),
+            ("bfloat16", DType::new(code::BFLOAT, 16)),
+            ("float8_e4m3fn", DType::new(code::FLOAT8_E4M3FN, 8)),
+            ("float8_e4m3fnuz", DType::new(code::FLOAT8_E4M3FNUZ, 8)),
+            ("float8_e5m2", DType::new(code::FLOAT8_E5M2, 8)),
+            ("float8_e5m2fnuz", DType::new(code::FLOAT8_E5M2FNUZ, 8)),
+        ];
+        let known = names.iter().filter_map(|&(name, dtype)| {
+            torch.getattr(name).ok().map(|object| (object.unbind(), dtype))
+        });
+        Self(known.collect())
+    }
+
+    fn find(&self, object: &Bound<'_, PyAny>) -> Option<DType> {
+        self.0.iter().find(|(known, _)| object.is(known)).map(|&(_, dtype)| dtype)
+    }
+
+    /// torch's object for an element type.
+    pub(super) fn object<'py>(
+        &self,
+        py: Python<'py>,
+        dtype: DType,
+    ) -> PyResult<&Bound<'py, PyAny>> {
+        let found = self.0.iter().find(|&&(_, known)| known == dtype);
+        found
+            .map(|(object, _)| object.bind(py))
+            .ok_or_else(|| PyRuntimeError::new_err("mmcollate: unknown dtype"))
+    }
 }
 
 /// A tensor as it was when it was borrowed. Its sizes and strides may point into the tensor
@@ -299,28 +346,6 @@ impl Table {
 
 impl Attributes {
     fn of(torch: &Bound<'_, PyModule>) -> PyResult<Self> {
-        let names = [
-            ("bool", DType::new(code::BOOL, 8)),
-            ("uint8", DType::new(code::UINT, 8)),
-            ("int8", DType::new(code::INT, 8)),
-            ("int16", DType::new(code::INT, 16)),
-            ("int32", DType::new(code::INT, 32)),
-            ("int64", DType::new(code::INT, 64)),
-            ("uint16", DType::new(code::UINT, 16)),
-            ("uint32", DType::new(code::UINT, 32)),
-            ("uint64", DType::new(code::UINT, 64)),
-            ("float16", DType::new(code::FLOAT, 16)),
-            ("float32", DType::new(code::FLOAT, 32)),
-            ("float64", DType::new(code::FLOAT, 64)),
-            ("bfloat16", DType::new(code::BFLOAT, 16)),
-            ("float8_e4m3fn", DType::new(code::FLOAT8_E4M3FN, 8)),
-            ("float8_e4m3fnuz", DType::new(code::FLOAT8_E4M3FNUZ, 8)),
-            ("float8_e5m2", DType::new(code::FLOAT8_E5M2, 8)),
-            ("float8_e5m2fnuz", DType::new(code::FLOAT8_E5M2FNUZ, 8)),
-        ];
-        let dtypes = names.iter().filter_map(|&(name, dtype)| {
-            torch.getattr(name).ok().map(|object| (object.unbind(), dtype))
-        });
         let tensor_type = torch.getattr("Tensor")?;
         Ok(Self {
             empty: torch.getattr("empty")?.unbind(),
@@ -328,13 +353,13 @@ impl Attributes {
             stride: tensor_type.getattr("stride")?.unbind(),
             has_names: tensor_type.getattr("has_names").ok().map(Bound::unbind),
             strided: torch.getattr("strided")?.unbind(),
-            dtypes: dtypes.collect(),
+            dtypes: DTypes::of(torch),
         })
     }
 
     fn borrow<'a>(&self, leaf: &'a Bound<'_, PyAny>) -> PyResult<Option<Borrowed<'a>>> {
         let dtype = leaf.getattr("dtype")?;
-        let Some(&(_, dtype)) = self.dtypes.iter().find(|(object, _)| dtype.is(object)) else {
+        let Some(dtype) = self.dtypes.find(&dtype) else {
             return Ok(None);
         };
         let py = leaf.py();
@@ -365,8 +390,7 @@ impl Attributes {
         py: Python<'py>,
         output: &Output,
     ) -> PyResult<(Bound<'py, PyAny>, *mut u8)> {
-        let dtype = self.dtypes.iter().find(|(_, dtype)| *dtype == output.dtype);
-        let (dtype, _) = dtype.ok_or_else(|| PyRuntimeError::new_err("unknown dtype"))?;
+        let dtype = self.dtypes.object(py, output.dtype)?;
         let kwargs = PyDict::new(py);
         kwargs.set_item("dtype", dtype)?;
         kwargs.set_item("device", "cpu")?;

@@ -4,11 +4,13 @@
 //! one of these goes to the reference with its whole field, and the result and the exception are
 //! then torch's own.
 
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
-use super::exchange::{Borrowed, Door};
+use super::exchange::{Borrowed, DTypes, Door};
 use super::reason::Reason;
+use crate::dtype::DType;
 use crate::shape;
 
 /// Names of the attributes that are looked up for each leaf.
@@ -60,6 +62,8 @@ struct Methods {
     is_neg: Py<PyAny>,
     is_inference: Py<PyAny>,
     untyped_storage: Py<PyAny>,
+    storage_offset: Py<PyAny>,
+    view: Py<PyAny>,
     as_strided: Py<PyAny>,
 }
 
@@ -70,6 +74,8 @@ impl Methods {
             is_neg: method("is_neg")?,
             is_inference: method("is_inference")?,
             untyped_storage: method("untyped_storage")?,
+            storage_offset: method("storage_offset")?,
+            view: method("view")?,
             as_strided: method("as_strided")?,
         })
     }
@@ -79,6 +85,7 @@ impl Methods {
 pub(super) struct Torch {
     pub(super) names: Names,
     methods: Methods,
+    dtypes: DTypes,
     pub(super) mapping_type: Py<PyAny>,
     interpreter_stack: Option<Py<PyAny>>,
     pub(super) tensor_type: Py<PyAny>,
@@ -108,6 +115,7 @@ impl Torch {
         Ok(Self {
             names: Names::new(py),
             methods: Methods::of(&torch.getattr("Tensor")?)?,
+            dtypes: DTypes::of(torch),
             mapping_type: py.import("collections.abc")?.getattr("Mapping")?.unbind(),
             interpreter_stack: peek.map(Bound::unbind),
             tensor_type: torch.getattr("Tensor")?.unbind(),
@@ -174,6 +182,33 @@ impl Torch {
         }
         let (sizes, strides) = (PyTuple::new(py, sizes)?, PyTuple::new(py, strides)?);
         as_strided.bind(py).call1((first, sizes, strides)).map(Some)
+    }
+
+    /// A buffer of bytes as elements of a type, and at which element of its storage it starts.
+    pub(super) fn typed<'py>(
+        &self,
+        bytes: &Bound<'py, PyAny>,
+        dtype: DType,
+    ) -> PyResult<(Bound<'py, PyAny>, usize)> {
+        let py = bytes.py();
+        let Methods { view, storage_offset, .. } = &self.methods;
+        let typed = view.bind(py).call1((bytes, self.dtypes.object(py, dtype)?))?;
+        let start = storage_offset.bind(py).call1((&typed,))?.extract()?;
+        Ok((typed, start))
+    }
+
+    /// A dense view of some sizes that starts at an element of the tensor's storage.
+    pub(super) fn dense_view<'py>(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        sizes: &[i64],
+        start: usize,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = tensor.py();
+        let strides = shape::contiguous_strides(sizes)
+            .map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
+        let (sizes, strides) = (PyTuple::new(py, sizes)?, PyTuple::new(py, &strides)?);
+        self.methods.as_strided.bind(py).call1((tensor, sizes, strides, start))
     }
 
     /// Whether a mode is active that wants to see torch's operations (fake tensors, tracing,

@@ -49,11 +49,8 @@ pub(super) enum To {
 impl Through<'_> {
     /// Whether a scalar or tensor passes as the same object.
     pub(super) fn passes(self, value: &Bound<'_, PyAny>) -> PyResult<bool> {
-        if is_scalar(value) {
-            return Ok(true);
-        }
         if !self.torch.is_tensor(value) {
-            return Ok(false);
+            return Ok(is_scalar(value));
         }
         match self.to {
             To::Nowhere => Ok(true),
