@@ -236,15 +236,22 @@ def _with_targets(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
 
 
 def verdicts() -> str | None:
-    """Every target beside what was found."""
+    """Every target beside what was found, and what the bare minimum reaches."""
     found = measured()
     if found is None:
         return None
-    head = ("items", "what", "found", "target", "met")
+    head = ("items", "what", "found", "target", "met", "the limit here")
     return table(
         head,
         [
-            [title, one["what"], one["shown"], one["wanted"], "yes" if one["met"] else "no"]
+            [
+                title,
+                one["what"],
+                one["shown"],
+                one["wanted"],
+                "yes" if one["met"] else "no",
+                one["limit"],
+            ]
             for title, one in report.all_targets(found)
         ],
     )

@@ -14,6 +14,7 @@ __all__ = [
     "DevicePlan",
     "__version__",
     "reset_stats",
+    "set_threads",
     "set_warm_max",
     "stats",
     "trim_warm",
@@ -174,6 +175,9 @@ def stats() -> Stats:
 
 def reset_stats() -> None:
     """All sums back to zero."""
+
+def set_threads(threads: int) -> None:
+    """How many threads may work on one copy from now on, the caller included."""
 
 def set_warm_max(nbytes: int) -> None:
     """The most bytes that wait in the warm pool from now on; 0 turns it off."""

@@ -327,7 +327,7 @@ def _of_reference(
 @functools.cache
 def collator() -> _core.Collator:
     """The core for plain mappings; made at the first call, since it looks into torch."""
-    _core.set_warm_max(config.warm_max())
+    config.tell_core()
     core = _core.Collator.of_mappings(
         normalize=_normalize,
         report=errors.unreadable,

@@ -1,7 +1,9 @@
-"""Environment variables. Those of staging are read when a device is first used, the warm pool's
-at the first batch, the others whenever they are needed; none is set."""
+"""Environment variables. Those of staging are read when a device is first used, the core's (the
+warm pool, threads) at the first batch, the others whenever they are needed; none is set."""
 
 import os
+
+from mmcollate import _core
 
 
 def is_set(name: str) -> bool:
@@ -62,6 +64,28 @@ def warm_max() -> int:
     return _mib("MMCOLLATE_WARM_MAX_MB", 0)
 
 
+def threads() -> int:
+    """``MMCOLLATE_THREADS``: threads that may work on one large copy, the calling one included; 1
+    if unset. Never more than the process may use at one time."""
+    text = os.environ.get("MMCOLLATE_THREADS", "").strip()
+    if not text:
+        return 1
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 1024:
+        raise ValueError(f"MMCOLLATE_THREADS is {text!r}, expected a number from 1 to 1024")
+    return int(text)
+
+
+def tell_core() -> None:
+    """Gives the core what it is to know of all this.
+
+    Raises:
+        ValueError: A variable can't be read.
+    """
+    warm, most = warm_max(), threads()
+    _core.set_warm_max(warm)
+    _core.set_threads(most)
+
+
 def _physical() -> int:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -74,6 +98,7 @@ def check() -> None:
     pinned_max()
     staging_chunk()
     warm_max()
+    threads()
 
 
 def _mib(name: str, default: float) -> int:

@@ -35,6 +35,8 @@ class Stats(TypedDict):
     """Gathers large enough to let other Python threads run meanwhile."""
     detached_peak: int
     """The most of these that ever ran at one time."""
+    shared_pieces: int
+    """Pieces (of 2 MiB) of large gathers that other threads wrote; see ``MMCOLLATE_THREADS``."""
     warm_pool_bytes: int
     """Memory of batches that are gone, which waits for the next; see ``MMCOLLATE_WARM_MAX_MB``."""
 

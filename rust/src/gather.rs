@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::ptr;
 
 use crate::plan::{Block, Loop, Moves, Output};
+use crate::pool;
 use crate::source::SourcePtr;
 
 /// Address of a segment's first byte.
@@ -12,6 +13,8 @@ pub struct SegmentPtr(*mut u8);
 
 // SAFETY: an address; `gather`'s caller promises that it can be written to wherever it runs.
 unsafe impl Send for SegmentPtr {}
+// SAFETY: as above; threads that share one write to different bytes.
+unsafe impl Sync for SegmentPtr {}
 
 impl SegmentPtr {
     /// An address to gather to. Making one promises nothing yet.
@@ -37,6 +40,63 @@ pub unsafe fn gather(output: &Output, sources: &[SourcePtr], segment: SegmentPtr
     let leaves = output.leaves_in(&range, sources.len());
     // SAFETY: the range is the whole output; the rest is passed on.
     unsafe { gather_range(output, &sources[leaves], segment, range) };
+}
+
+/// One range of an output, and where its bytes go.
+pub struct Part<'a> {
+    /// The output.
+    pub output: &'a Output,
+    /// Those of its leaves that [`Output::leaves_in`] says.
+    pub sources: &'a [SourcePtr],
+    /// Where the range's first byte goes.
+    pub segment: SegmentPtr,
+    /// Which bytes of the output.
+    pub range: Range<usize>,
+}
+
+/// Writes parts one after the other, or by several threads where that pays: see [`pool`]. Returns
+/// how many pieces of it other threads wrote.
+///
+/// # Safety
+///
+/// As for [`gather_range`], for each of them; no two overlap.
+pub unsafe fn gather_parts(parts: &[Part<'_>]) -> usize {
+    let mut total: usize = 0;
+    let ends: Vec<_> = parts
+        .iter()
+        .map(|part| {
+            total += part.range.len();
+            total
+        })
+        .collect();
+    let write = |start: usize, stop: usize| {
+        let first = ends.partition_point(|&end| end <= start);
+        for (part, &end) in parts[first..].iter().zip(&ends[first..]) {
+            let Part { output, sources, segment, range } = part;
+            let part_start = end - range.len();
+            if part_start >= stop {
+                break;
+            }
+            let (from, to) = (start.max(part_start), stop.min(end));
+            let shown = range.start + (from - part_start)..range.start + (to - part_start);
+            // Leaves are counted from the part's first.
+            let all = output.leaves_in(range, usize::MAX);
+            let some = output.leaves_in(&shown, usize::MAX);
+            let some = some.start - all.start..(some.end - all.start).min(sources.len());
+            // SAFETY: a range of the part, with its own leaves and its own place; the rest is
+            // passed on.
+            unsafe {
+                gather_range(output, &sources[some], segment.plus(from - part_start), shown);
+            }
+        }
+    };
+    if !pool::shares(total) {
+        write(0, total);
+        return 0;
+    }
+    pool::run(total.div_ceil(pool::PIECE), &|piece| {
+        write(piece * pool::PIECE, ((piece + 1) * pool::PIECE).min(total));
+    })
 }
 
 /// Whether whole leaves lie in memory as they would in the output: each where the one before it

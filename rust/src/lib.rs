@@ -16,6 +16,7 @@ pub mod error;
 pub mod gather;
 pub mod memory;
 pub mod plan;
+pub mod pool;
 pub mod shape;
 pub mod source;
 

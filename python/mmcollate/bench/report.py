@@ -113,7 +113,8 @@ def all_targets(figures: Figures) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def verdict(found: Mapping[str, Any]) -> str:
     """A target as text."""
-    return f"{found['what']}: {found['shown']}, wanted {found['wanted']}: {met(found)}"
+    limit = f" ({found['limit']})" if found["limit"] else ""
+    return f"{found['what']}: {found['shown']}, wanted {found['wanted']}: {met(found)}{limit}"
 
 
 def met(found: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ FLUSH_BYTES = 48 << 20
 PRELOADED_ROWS = ("images/32x256", "images/8x4096")
 WARM_ROWS = ("images/8x4096", "images/32x4096")
 WARM_MAX_MB = 1024
+THREAD_ROWS = ("images/8x1024", "images/8x4096")
 """Holds the largest batch of these rows."""
 
 
@@ -257,6 +258,8 @@ def _run_children(figures: dict[str, Any], names: Sequence[str], seconds: float)
     if large := [name for name in WARM_ROWS if name in names]:
         warm = {"MMCOLLATE_WARM_MAX_MB": str(WARM_MAX_MB)}
         _add(figures, targets.WARM, large, seconds, warm)
+    if large := [name for name in THREAD_ROWS if name in names]:
+        _add(figures, targets.THREADS, large, seconds, {"MMCOLLATE_THREADS": "2"})
     if any(name.startswith(("images/", "metadata/")) for name in names):
         try:
             figures["memory"] = memory.in_child()

@@ -193,8 +193,9 @@ def _images() -> Iterator[Workload]:
         nbytes = n * patches * PATCH * 2
         huge = nbytes >= HUGE_FROM
         arms = TIMED if huge else (*TIMED, *BATCH)
+        arms = (*arms, *HAND)
         if n > 1:
-            arms = (*arms, *HAND, *MEMORY, "memcpy warm", *(["memcpy huge pages"] if huge else []))
+            arms = (*arms, *MEMORY, "memcpy warm", *(["memcpy huge pages"] if huge else []))
         return Workload(
             name=f"images/{n}x{patches}",
             title=f"{n} image{'s' * (n > 1)}, {nbytes / 1e6:.1f} MB",

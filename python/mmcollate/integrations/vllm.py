@@ -234,7 +234,7 @@ def originals() -> Originals:
 def collator(*, counted: bool = True) -> _core.Collator:
     """The core for vLLM's items; one that is not counted leaves no trace in ``stats()``."""
     inputs = importlib.import_module("vllm.multimodal.inputs")
-    _core.set_warm_max(config.warm_max())
+    config.tell_core()
     core = _core.Collator.of_elements(
         item=inputs.MultiModalKwargsItem,
         element=inputs.MultiModalFieldElem,

@@ -27,7 +27,7 @@ use super::reason::{Counters, add};
 use crate::dlpack;
 use crate::dtype::code;
 use crate::error::PlanError;
-use crate::gather::{self, SegmentPtr};
+use crate::gather::{self, Part, SegmentPtr};
 use crate::memory::Allocation;
 use crate::plan::{self, Kind, Moves, Output, Placement, Way};
 use crate::shape::{self, Dims};
@@ -72,6 +72,14 @@ impl<'a> Gather<'a> {
 
     pub(super) fn nbytes(&self) -> usize {
         self.output.nbytes
+    }
+
+    /// All of it, to be written from `segment` on.
+    fn part(&self, segment: SegmentPtr) -> Part<'_> {
+        let Self { output, sources, .. } = self;
+        let range = 0..output.nbytes;
+        let leaves = output.leaves_in(&range, sources.len());
+        Part { output, sources: &sources[leaves], segment, range }
     }
 
     /// Whether torch would write the bytes as they are. Bools it may write as 0 and 1, whatever byte
@@ -195,7 +203,7 @@ fn fill(
 ) {
     let total: usize = gathers.iter().map(|gather| gather.nbytes()).fold(0, usize::saturating_add);
     add(&counters.bytes_gathered, total as u64);
-    let run = || {
+    if total < DETACH_FROM {
         for (gather, segment) in gathers.iter().zip(segments) {
             // SAFETY: (1) a `Gather` is planned from exactly its sources; (2) its leaves are
             // alive for `'a` and no Python code has run here since they were borrowed (for other
@@ -203,16 +211,17 @@ fn fill(
             // nobody else looks at it.
             unsafe { gather::gather(&gather.output, &gather.sources, segment) };
         }
-    };
-    if total < DETACH_FROM {
-        run();
     } else {
+        let parts: Vec<_> =
+            gathers.iter().zip(segments).map(|(gather, segment)| gather.part(segment)).collect();
         py.detach(|| {
             static RUNNING: AtomicUsize = AtomicUsize::new(0);
             let running = RUNNING.fetch_add(1, Ordering::Relaxed) + 1;
             counters.detached_peak.fetch_max(running, Ordering::Relaxed);
             add(&counters.detached_gathers, 1);
-            run();
+            // SAFETY: as above; segments do not overlap.
+            let shared = unsafe { gather::gather_parts(&parts) };
+            add(&counters.shared_pieces, shared as u64);
             RUNNING.fetch_sub(1, Ordering::Relaxed);
         });
     }

@@ -17,7 +17,7 @@ use super::exchange::Borrowed;
 use super::items::{Column, Table};
 use super::reason::{Reason, add};
 use crate::dtype::{DType, code};
-use crate::gather::{self, SegmentPtr};
+use crate::gather::{self, Part, SegmentPtr};
 use crate::plan::{self, Demand, Layout, Output};
 use crate::shape;
 use crate::source::{Layouts, SourcePtr};
@@ -257,32 +257,27 @@ impl DevicePlan {
         // Python code, and neither is anything from here on.
         let run = move || {
             let mut written = start;
+            let mut parts = Vec::with_capacity(jobs.len());
             for Job { output, leaves, offset, range } in &jobs {
                 let first = offset + range.start;
+                let gap = first - written;
                 // SAFETY: the gap before this load lies inside `start..stop`, for which the
                 // target has room.
-                unsafe { gather::zero(target.plus(written - start), first - written) };
-                // SAFETY: (1) the leaves were found to be as planned; (2) the plan holds them, and
-                // no Python code has run here since (see `source.rs` for other threads); (3) the
-                // range lies inside `start..stop`, and the target is the caller's to write to.
-                unsafe {
-                    gather::gather_range(
-                        output,
-                        &sources[leaves.clone()],
-                        target.plus(first - start),
-                        range.clone(),
-                    );
-                }
+                unsafe { gather::zero(target.plus(written - start), gap) };
+                let (sources, segment) = (&sources[leaves.clone()], target.plus(first - start));
+                parts.push(Part { output, sources, segment, range: range.clone() });
                 written = offset + range.end;
             }
             // SAFETY: as for the gaps between.
             unsafe { gather::zero(target.plus(written - start), stop - written) };
+            // SAFETY: (1) the leaves were found to be as planned; (2) the plan holds them, and no
+            // Python code has run here since (see `source.rs` for other threads); (3) the ranges
+            // lie inside `start..stop` and do not overlap, and the target is the caller's to
+            // write to.
+            unsafe { gather::gather_parts(&parts) }
         };
-        if stop - start < DETACH_FROM {
-            run();
-        } else {
-            py.detach(run);
-        }
+        let shared = if stop - start < DETACH_FROM { run() } else { py.detach(run) };
+        add(&collator.counters().shared_pieces, shared as u64);
         Ok(true)
     }
 

@@ -18,6 +18,7 @@ use pyo3::types::PyDict;
 use reason::{COUNTERS, Reason, read};
 
 use crate::memory::WARM;
+use crate::pool;
 
 /// Sums since the process started, or since `reset_stats`.
 #[pyfunction]
@@ -46,6 +47,7 @@ fn stats(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     stats.set_item("bytes_gathered", read(&COUNTERS.bytes_gathered))?;
     stats.set_item("detached_gathers", read(&COUNTERS.detached_gathers))?;
     stats.set_item("detached_peak", COUNTERS.detached_peak.load(Ordering::Relaxed))?;
+    stats.set_item("shared_pieces", read(&COUNTERS.shared_pieces))?;
     stats.set_item("warm_pool_bytes", WARM.nbytes())?;
     Ok(stats)
 }
@@ -60,6 +62,12 @@ fn reset_stats() {
 #[pyfunction]
 fn set_warm_max(py: Python<'_>, nbytes: usize) {
     py.detach(|| WARM.set_cap(nbytes));
+}
+
+/// How many threads may work on one copy from now on, the caller included.
+#[pyfunction]
+fn set_threads(threads: usize) {
+    pool::set_threads(threads);
 }
 
 /// Gives the memory in the warm pool back; returns how many bytes.
@@ -79,6 +87,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(stats, module)?)?;
     module.add_function(wrap_pyfunction!(reset_stats, module)?)?;
     module.add_function(wrap_pyfunction!(set_warm_max, module)?)?;
+    module.add_function(wrap_pyfunction!(set_threads, module)?)?;
     module.add_function(wrap_pyfunction!(trim_warm, module)?)?;
     Ok(())
 }

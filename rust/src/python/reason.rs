@@ -102,6 +102,7 @@ pub(super) struct Counters {
     pub(super) bytes_gathered: AtomicU64,
     pub(super) detached_gathers: AtomicU64,
     pub(super) detached_peak: AtomicUsize,
+    pub(super) shared_pieces: AtomicU64,
     pub(super) reference: [AtomicU64; Reason::ALL.len()],
 }
 
@@ -124,6 +125,7 @@ impl Counters {
             bytes_gathered: AtomicU64::new(0),
             detached_gathers: AtomicU64::new(0),
             detached_peak: AtomicUsize::new(0),
+            shared_pieces: AtomicU64::new(0),
             reference: [const { AtomicU64::new(0) }; Reason::ALL.len()],
         }
     }
@@ -145,6 +147,7 @@ impl Counters {
             &self.stage,
             &self.bytes_gathered,
             &self.detached_gathers,
+            &self.shared_pieces,
         ];
         for sum in sums.into_iter().chain(&self.reference) {
             sum.store(0, Ordering::Relaxed);
