@@ -17,7 +17,8 @@ from typing import Any
 
 import mmcollate
 import torch
-from mmcollate import Batched, Flat, _core, collate
+from mmcollate import Batched, Flat, _core, collate, stage
+from mmcollate.testing import FakeDevice
 from mmcollate.torch_modes import only_device_contexts
 
 CALLS = 100
@@ -130,6 +131,11 @@ def cases() -> dict[str, Callable[[], object]]:
     add("2 images", 2, image, flat)
     add("8 images of different shapes", 8, ragged, batched)
     add("512 leaves", 512, leaf, flat)
+    packed = [leaf(i) for i in range(64)]
+    device = FakeDevice()
+    found["stage: 64 leaves"] = lambda: stage(
+        packed, {"features": Batched()}, device=device
+    ).close()
     return found
 
 
