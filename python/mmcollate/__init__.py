@@ -25,6 +25,7 @@ from mmcollate.errors import (
 )
 from mmcollate.explanation import FieldPlan, GroupPlan, Plan, explain
 from mmcollate.fields import Batched, Field, Flat, Shared
+from mmcollate.omitting import OMITTED, Present
 from mmcollate.pinned import ArenaStats
 from mmcollate.restoring import restore, restored
 from mmcollate.staging import (
@@ -36,8 +37,16 @@ from mmcollate.staging import (
     trim,
 )
 from mmcollate.stats import reset_stats, stats
+from mmcollate.stripping import (
+    CoveredPrefix,
+    FeaturePolicy,
+    Stripped,
+    gather_field,
+    strip_covered,
+)
 
 __all__ = [
+    "OMITTED",
     "ArenaStats",
     "Batched",
     "CollateIndexError",
@@ -46,6 +55,8 @@ __all__ = [
     "CollateRuntimeError",
     "CollateTypeError",
     "CollateValueError",
+    "CoveredPrefix",
+    "FeaturePolicy",
     "Field",
     "FieldPlan",
     "Flat",
@@ -53,14 +64,17 @@ __all__ = [
     "GroupPlan",
     "MMCollateError",
     "Plan",
+    "Present",
     "Shared",
     "Staged",
+    "Stripped",
     "__version__",
     "arena_stats",
     "collate",
     "collate_groups",
     "detach",
     "explain",
+    "gather_field",
     "reserve",
     "reset_stats",
     "restore",
@@ -68,5 +82,6 @@ __all__ = [
     "retained_bytes",
     "stage",
     "stats",
+    "strip_covered",
     "trim",
 ]

@@ -6,16 +6,19 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 
-from mmcollate import _core, config, errors, reference, staging
+from mmcollate import _core, config, errors, omitting, presence, reference, staging
 from mmcollate.backends import Backend
 from mmcollate.fields import Batched, Field, Flat, Shared
+from mmcollate.omitting import OMITTED, Missing, Omitted, Present
+from mmcollate.presence import Context as _Context
+from mmcollate.presence import Required
 from mmcollate.torch_modes import only_device_contexts
 
-Item: TypeAlias = Mapping[str, Any]
+Item: TypeAlias = presence.Item
 Device: TypeAlias = torch.device | str | int | Backend | None
 
 
@@ -28,14 +31,55 @@ class Group(NamedTuple):
     batch: dict[str, Any]
 
 
+@overload
 def collate(
-    items: Sequence[Item],
+    items: Sequence[Item | Omitted],
     fields: Mapping[str, Field] | None = None,
     *,
     device: Device = None,
     pin_memory: bool = False,
     modality: str | None = None,
-) -> dict[str, Any]:
+    require: Required = None,
+    missing: Literal["error"] = "error",
+) -> dict[str, Any]: ...
+
+
+@overload
+def collate(
+    items: Sequence[Item | Omitted],
+    fields: Mapping[str, Field] | None = None,
+    *,
+    device: Device = None,
+    pin_memory: bool = False,
+    modality: str | None = None,
+    require: Required = None,
+    missing: Literal["omit"],
+) -> Present: ...
+
+
+@overload
+def collate(
+    items: Sequence[Item | Omitted],
+    fields: Mapping[str, Field] | None = None,
+    *,
+    device: Device = None,
+    pin_memory: bool = False,
+    modality: str | None = None,
+    require: Required = None,
+    missing: Literal["split"],
+) -> list[Present]: ...
+
+
+def collate(
+    items: Sequence[Item | Omitted],
+    fields: Mapping[str, Field] | None = None,
+    *,
+    device: Device = None,
+    pin_memory: bool = False,
+    modality: str | None = None,
+    require: Required = None,
+    missing: Missing = "error",
+) -> dict[str, Any] | Present | list[Present]:
     """Makes one batch of items.
 
     Args:
@@ -50,8 +94,19 @@ def collate(
             together, and their tensors share one allocation (``docs/staging.md``). Without a
             device: whether fresh tensors of fields that are not kept on the CPU are pinned.
         modality: Named in errors.
+        require: Names of fields that each item must have, with a value that is neither ``None`` nor
+            ``OMITTED``; or from modality to such names, for the one that ``modality`` names.
+        missing: What to do where :data:`mmcollate.OMITTED` stands for an item or a value:
+            ``"error"``; ``"omit"``, a batch of what is there, and the indices of the items that
+            it is from; ``"split"``, a batch for each set of fields that items have.
 
     Returns:
+        With ``missing="omit"`` a :class:`Present`: ``(batch, indices)``. A field's batch is of the
+        items that have a value there, so fields may be of different lengths; an item that was left
+        out of a field that is required is left out of all. With ``"split"`` a list of such, by
+        first item, one for each set of names: those of one have the same items. Items of which
+        nothing is there are in none. Otherwise, as well as within these, the batch:
+
         From field name, in the first item's order, to that field's batch. Stacked and joined
         tensors are fresh and contiguous. Not fresh, unless the device made a copy necessary, are
         the batch of one item (a view if batched, the tensor itself if flat), shared fields (the
@@ -60,12 +115,16 @@ def collate(
 
     Raises:
         MMCollateError: The items do not fit together; see its subclasses. Its cause is what torch
-            raised, if it did. No item was changed, and the next call works.
+            raised, if it did. No item was changed, and the next call works. What is missing makes a
+            :class:`CollateTypeError`, or a :class:`CollateKeyError` if it is required; its
+            ``omitted`` says whether it was left out or lost.
         torch.OutOfMemoryError: torch's own, unchanged.
         Exception: Of vLLM's items, vLLM's own, with a note (Python 3.11 on) if it is a field that
             fails. Of others, what the caller's own mappings or iterator raise when they are read.
     """
-    batch, plan = _one_batch(items, fields, device, pin_memory, modality)
+    if missing != "error":
+        return _without_missing(items, fields, device, pin_memory, modality, require, missing)
+    batch, plan = _one_batch(items, fields, device, pin_memory, modality, require)
     if plan is not None:
         plan.send(batch)
     return batch
@@ -77,6 +136,7 @@ def stage(
     *,
     device: Device = None,
     modality: str | None = None,
+    require: Required = None,
 ) -> staging.Staged:
     """Does the half of :func:`collate` that the host does: what is bound for the device is gathered
     into pinned memory, and ready to be copied.
@@ -86,6 +146,7 @@ def stage(
         fields: As for :func:`collate`.
         device: Where the batch will go; torch's current accelerator if ``None``.
         modality: As for :func:`collate`.
+        require: As for :func:`collate`.
 
     Returns:
         The batch on its way; its method ``to()`` starts the copies.
@@ -95,39 +156,41 @@ def stage(
         MMCollateError: As for :func:`collate`.
     """
     backend = staging.staged_to(device)
-    batch, plan = _one_batch(items, fields, backend if device is None else device, True, modality)
+    target = backend if device is None else device
+    batch, plan = _one_batch(items, fields, target, True, modality, require)
     return staging.Staged(batch, backend, plan)
 
 
 def _one_batch(
-    items: Sequence[Item],
+    items: Sequence[Any],
     fields: Mapping[str, Field] | None,
     device: Any,
     pin_memory: bool,
     modality: str | None,
+    require: Required,
+    indices: Sequence[int] | None = None,
 ) -> tuple[dict[str, Any], staging.Bound | None]:
     """The batch, and what of it is bound for the device and not there yet."""
     _check_modality(modality)
     sequence = _as_list(items, modality)
+    context = _Context(modality, 0, indices)
+    if require is not None:
+        presence.check_required(sequence, presence.required_of(require, fields), context)
     if not sequence:
         return {}, None
-    core, known = _core_and_fields(fields, sequence, modality)
-    context = _Context(modality, 0)
+    core, known = _core_and_fields(fields, sequence, context)
     backend = staging.backend_for(device, pin_memory)
     end, batch, plan = core.next_group(
         sequence, 0, len(sequence), known, device, pin_memory, context, backend is not None
     )
     if end < len(sequence):
         if known is None:
-            raise errors.CollateValueError(
-                f"{errors.where(modality, None, end)}: does not form one batch with item"
-                f" {end - 1}; use collate_groups()",
-                modality=modality,
-                item=end,
-            )
+            raise errors.unlike(modality, context.item(end - 1), context.item(end))
         raise _apart(sequence[end - 1], sequence[end], known, context, end)
     if batch is None:
         return _of_reference(sequence, known, device, pin_memory, context), None
+    if known is None:
+        _check_shared(batch, context)
     return batch, _bound(plan, backend, known)
 
 
@@ -140,12 +203,14 @@ def _bound(
 
 
 def collate_groups(
-    items: Sequence[Item],
+    items: Sequence[Item | Omitted],
     fields: Mapping[str, Field] | None = None,
     *,
     modalities: Sequence[str] | None = None,
     device: Device = None,
     pin_memory: bool = False,
+    require: Required = None,
+    missing: Literal["error", "split"] = "error",
 ) -> Iterator[Group]:
     """Makes batches of consecutive items that fit together; lazily.
 
@@ -159,6 +224,10 @@ def collate_groups(
         modalities: One for each item, if there are several.
         device: As for :func:`collate`.
         pin_memory: As for :func:`collate`.
+        require: As for :func:`collate`; from modality to names for items of several modalities.
+        missing: ``"split"`` takes a value that is :data:`mmcollate.OMITTED` for a name that the
+            item does not have, so that it starts a new group, and such an item for one without
+            fields: its group's batch is empty. ``"error"``: as for :func:`collate`.
 
     Yields:
         ``(modality, num_items, batch)``, in the items' order.
@@ -169,8 +238,14 @@ def collate_groups(
         torch.OutOfMemoryError: As for :func:`collate`.
         Exception: As for :func:`collate`.
     """
-    sequence = _as_list(items, None)
-    core, known = _core_and_fields(fields, sequence, None)
+    given = _as_list(items, None)
+    required = () if require is None else presence.required_of(require, fields)
+    if missing != "error":
+        presence.check_missing(missing, "split")
+        sequence = [presence.lean(item, index, fields) for index, item in enumerate(given)]
+    else:
+        sequence = given
+    core, known = _core_and_fields(fields, sequence, _Context(None, 0))
     backend = staging.backend_for(device, pin_memory)
     for modality, first, stop in _runs(sequence, modalities):
         start = first
@@ -179,13 +254,65 @@ def collate_groups(
             end, batch, plan = core.next_group(
                 sequence, start, stop, known, device, pin_memory, context, backend is not None
             )
+            if required:
+                presence.check_required(given[start:end], required, context)
             if batch is None:
                 group = sequence[start:end]
                 batch = _of_reference(group, known, device, pin_memory, context)
+            elif known is None:
+                _check_shared(batch, context)
             if (bound := _bound(plan, backend, known)) is not None:
                 bound.send(batch)
             yield Group(modality, end - start, batch)
             start = end
+
+
+def _without_missing(
+    items: Sequence[Any],
+    fields: Mapping[str, Field] | None,
+    device: Any,
+    pin_memory: bool,
+    modality: str | None,
+    require: Required,
+    missing: Missing,
+) -> Present | list[Present]:
+    """The batch, or batches, of what was not left out."""
+    presence.check_missing(missing, "split", "omit")
+    _check_modality(modality)
+    given = _as_list(items, modality)
+    rows = presence.present_rows(given, fields, modality)
+    required = () if require is None else presence.required_of(require, fields)
+    if missing == "split":
+        presence.check_required(given, required, _Context(modality, 0))
+        parts = omitting.by_fields_present(rows, presence.values_of)
+    else:
+        needed = set(presence.of_modality(required, modality))
+        rows = [
+            row
+            for row in rows
+            if needed.isdisjoint(omitting.omitted_names(row[1], presence.values_of))
+        ]
+        presence.check_alike(rows, fields, modality)
+        indices = [index for index, _ in rows]
+        presence.check_required(
+            [item for _, item in rows], required, _Context(modality, 0, indices)
+        )
+        parts = omitting.by_items_present(rows, presence.values_of)
+    found = []
+    for names, indices in parts:
+        picked = [presence.only(given[index], names) for index in indices]
+        batch, plan = _one_batch(picked, fields, device, pin_memory, modality, None, indices)
+        if plan is not None:
+            plan.send(batch)
+        found.append(Present(batch, {name: list(indices) for name in batch}))
+    if missing == "split":
+        return found
+    part = {name: present for present in found for name in present.batch}
+    order = [name for _, item in rows[:1] for name in item if name in part]
+    return Present(
+        {name: part[name].batch[name] for name in order},
+        {name: part[name].indices[name] for name in order},
+    )
 
 
 def explained_groups(
@@ -198,7 +325,7 @@ def explained_groups(
     """The groups of :func:`collate_groups`: modality, items, and the core's plan of each field;
     ``None`` where the reference would take the whole group."""
     sequence = _as_list(items, None)
-    core, known = _core_and_fields(fields, sequence, None)
+    core, known = _core_and_fields(fields, sequence, _Context(None, 0))
     backend = staging.backend_for(device, pin_memory)
     for modality, first, stop in _runs(sequence, modalities):
         start = first
@@ -249,7 +376,7 @@ def _check_modality(modality: Any, index: int | None = None) -> None:
     )
 
 
-def _as_list(items: Sequence[Item], modality: str | None) -> list[Item]:
+def _as_list(items: Sequence[Any], modality: str | None) -> list[Any]:
     if isinstance(items, (str, bytes, Mapping)):
         raise errors.CollateTypeError(
             f"{errors.where(modality, None)}: found {type(items).__name__}, expected a sequence of"
@@ -268,38 +395,24 @@ def _as_list(items: Sequence[Item], modality: str | None) -> list[Item]:
     return list(iterator)
 
 
-class _Context(NamedTuple):
-    """What the core hands back to the functions below, for their messages."""
-
-    modality: str | None
-    start: int
-    """Index of the group's first item."""
-
-
 def _core_and_fields(
-    fields: Mapping[str, Field] | None, items: Sequence[Item], modality: str | None
+    fields: Mapping[str, Field] | None, items: Sequence[Item], context: _Context
 ) -> tuple[_core.Collator, dict[str, Any] | None]:
     if fields is None:
-        inputs = sys.modules.get("vllm.multimodal.inputs")
-        for index, item in enumerate(items):
-            if inputs is None or not isinstance(item, inputs.MultiModalKwargsItem):
-                raise errors.CollateTypeError(
-                    f"{errors.where(modality, None, index)}: found {errors.describe(item)} and no"
-                    " fields; pass fields={name: Batched() …}, which only vLLM's items can do"
-                    " without",
-                    modality=modality,
-                    item=index,
-                )
+        presence.check_vllm_items(items, context)
         from mmcollate.integrations import vllm
 
         return vllm.collator(), None
     if not isinstance(fields, Mapping):
-        raise errors.CollateTypeError(
-            f"{errors.where(modality, None)}: fields are {type(fields).__name__}, expected a"
-            " mapping from field name to Batched, Flat or Shared",
-            modality=modality,
-        )
+        raise errors.no_fields(context.modality, fields)
     return collator(), fields if type(fields) is dict else dict(fields)
+
+
+def _check_shared(batch: dict[str, Any], context: _Context) -> None:
+    """Of vLLM's items, the core passes any shared value on, and what stands for one."""
+    for name, value in batch.items():
+        if value is OMITTED:
+            raise errors.omitted_value(context.modality, name, context.item(context.start))
 
 
 def _outlives(fields: dict[str, Field] | None) -> Callable[[Any], bool]:
@@ -318,7 +431,8 @@ def _of_reference(
 ) -> dict[str, Any]:
     """The batch of items that the core can't read: vLLM's own function, for vLLM's items."""
     if fields is not None:
-        raise errors.changed(context.modality, context.start, context.start + len(group) - 1)
+        first, last = context.start, context.start + len(group) - 1
+        raise errors.changed(context.modality, context.item(first), context.item(last))
     from mmcollate.integrations import vllm
 
     return vllm.originals()._batch_mm_items(group, device=device, pin_memory=pin_memory)
@@ -370,7 +484,7 @@ def _reduce(
     reason: str,
     context: _Context,
 ) -> Any:
-    modality, start = context
+    modality, start = context.modality, context.start
     if type(field) not in (Batched, Flat, Shared):
         raise errors.unknown_kind(modality, name, field)
     reduce = functools.partial(reference.reduce, field, leaves)
@@ -387,7 +501,7 @@ def _reduce(
             name=name,
             field=field,
             leaves=leaves,
-            start=start,
+            items=[context.item(start + row) for row in range(len(leaves))],
             target=(device, pin_memory),
         ) from error
 
@@ -419,7 +533,13 @@ def _first_unequal(
             raise
         except Exception as error:
             raise errors.incomparable(
-                error, modality=context.modality, name=name, left=a, right=b, at=at
+                error,
+                modality=context.modality,
+                name=name,
+                left=a,
+                right=b,
+                before=context.item(at - 1),
+                at=context.item(at),
             ) from error
         if not equal:
             return name, a, b
@@ -430,34 +550,38 @@ def _apart(
     left: Item, right: Item, fields: dict[str, Field], context: _Context, at: int
 ) -> errors.MMCollateError:
     """Why items ``at - 1`` and ``at`` are not in one batch."""
+    before, index = context.item(at - 1), context.item(at)
     if set(left) != set(right):
-        return errors.unlike_names(left, right, at, fields, context.modality)
+        return errors.unlike_names(left, right, before, index, fields, context.modality)
     unequal = _first_unequal(left, right, fields, context, at)
     if unequal is None:
-        return errors.changed(context.modality, at - 1, at)
-    return errors.unlike_values(*unequal, at, context.modality)
+        return errors.changed(context.modality, before, index)
+    return errors.unlike_values(*unequal, before, index, context.modality)
 
 
 def _normalize(value: Any, name: str, index: int, context: _Context) -> Any:
-    """numpy arrays as tensors, also in lists; everything else as it is."""
-    modality = context.modality
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return value
+    """numpy arrays as tensors, also in lists; everything else as it is, but for what only stands
+    for a value."""
     if type(value) in (list, tuple):
         try:
             inner = [_normalize(x, name, index, context) for x in value]
         except RecursionError as error:
+            index = context.item(index)
             raise errors.CollateValueError(
-                f"{errors.where(modality, name, index)}: a list too deep to look into; flatten it",
-                modality=modality,
+                f"{errors.where(context.modality, name, index)}: a list too deep to look into;"
+                " flatten it",
+                modality=context.modality,
                 field=name,
                 item=index,
             ) from error
         same = all(a is b for a, b in zip(inner, value, strict=True))
         return value if same else type(value)(inner)
-    if not isinstance(value, numpy.ndarray):
+    if value is OMITTED:
+        raise errors.omitted_value(context.modality, name, context.item(index))
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray):
         return value
+    modality, index = context.modality, context.item(index)
     masked = isinstance(value, numpy.ma.MaskedArray)
     try:
         if masked:

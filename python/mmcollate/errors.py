@@ -8,6 +8,7 @@ import torch
 
 from mmcollate import reference
 from mmcollate.fields import Batched, Field, Flat, Shared
+from mmcollate.omitting import OMITTED
 
 
 class MMCollateError(Exception):
@@ -20,6 +21,8 @@ class MMCollateError(Exception):
         modality: str | None = None,
         field: str | None = None,
         item: int | None = None,
+        missing: Sequence[str] = (),
+        omitted: bool = False,
     ) -> None:
         super().__init__(message)
         self.modality = modality
@@ -28,6 +31,10 @@ class MMCollateError(Exception):
         """Name of the field, if the error concerns one."""
         self.item = item
         """Index of the item, if the error concerns one."""
+        self.missing = tuple(missing)
+        """Names of the required fields that the item is without."""
+        self.omitted = omitted
+        """Whether all that is missing was left out on purpose, not lost."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
@@ -81,6 +88,8 @@ def describe(value: object) -> str:
 
 
 def _described(value: object) -> str:
+    if value is OMITTED:
+        return "OMITTED"
     if isinstance(value, torch.Tensor):
         kind = "" if type(value) is torch.Tensor else f"{type(value).__name__} of "
         place = "" if value.device.type == "cpu" else f" on {value.device}"
@@ -172,12 +181,24 @@ def _form(first: _First, dim: int) -> _Check:
         if isinstance(leaf, torch.Tensor):
             return ", without a dimension to join along" if leaf.dim() == 0 else ""
         if not isinstance(leaf, Iterable):
+            why = _why_missing(leaf)
             if isinstance(first.leaf, torch.Tensor):
-                return f", {first}; give all items one form"
-            return "; a flat field takes tensors or lists"
+                return f", {first}; give all items one form{why}"
+            return f"; a flat field takes tensors or lists{why}"
         return f"; lists are joined with dim=0 only, not dim={dim}" if dim != 0 else ""
 
     return check
+
+
+def _why_missing(value: object) -> str:
+    """What to say of a payload that is not there: whether it is lost or was left out."""
+    if value is OMITTED:
+        return f"; {_LEFT_OUT}"
+    return f"; {_LOST}" if value is None else ""
+
+
+_LEFT_OUT = "it was left out on purpose, as OMITTED says"
+_LOST = "None is a payload that got lost; what is left out on purpose is mmcollate.OMITTED"
 
 
 def _place(first: _First) -> _Check:
@@ -245,7 +266,7 @@ def of_field(
     name: str,
     field: object,
     leaves: Sequence[Any],
-    start: int = 0,
+    items: Sequence[int],
     target: tuple[Any, Any] = (None, False),
 ) -> MMCollateError:
     """The error to raise for a field whose reference raised ``cause``.
@@ -256,7 +277,7 @@ def of_field(
         name: The field's name.
         field: The field.
         leaves: The items' values.
-        start: Index of the item that the first leaf belongs to.
+        items: The items' indices.
         target: The call's ``device`` and ``pin_memory``.
     """
     device, pin_memory = target
@@ -264,12 +285,12 @@ def of_field(
     if advice:
         advice = f"{_found(leaves)}; {advice}"
     else:
-        leaf, advice = diagnose(field, leaves, start)
+        leaf, advice = diagnose(field, leaves, items[0])
         if leaf is None and "can't allocate memory" in str(cause):
             advice += "; there is no memory for their batch, give fewer or smaller items"
         elif leaf is None and (device is not None or pin_memory):
             advice += f"; check device={device!r} and pin_memory={pin_memory!r}"
-    item = None if leaf is None else start + leaf
+    item = None if leaf is None else items[leaf]
     message = (
         f"{where(modality, name, item)} ({field}): {advice} (the reference raised {_said(cause)})"
     )
@@ -314,7 +335,14 @@ def _class_for(cause: Exception) -> type[MMCollateError]:
 
 
 def incomparable(
-    cause: Exception, *, modality: str | None, name: str, left: Any, right: Any, at: int
+    cause: Exception,
+    *,
+    modality: str | None,
+    name: str,
+    left: Any,
+    right: Any,
+    before: int,
+    at: int,
 ) -> MMCollateError:
     """The error to raise for two neighbours' shared values whose comparison raised ``cause``.
 
@@ -322,13 +350,14 @@ def incomparable(
         cause: What the comparison raised.
         modality: Named in the message.
         name: The field's name.
-        left: Item ``at - 1``'s value.
-        right: Item ``at``'s value.
+        left: The first item's value.
+        right: The second item's value.
+        before: Index of the first item.
         at: Index of the second item.
     """
     message = (
         f"{where(modality, name, at)}: found {describe(right)}, which can't be compared with item"
-        f" {at - 1}'s {describe(left)}; give shared values as dense tensors on one device, lists of"
+        f" {before}'s {describe(left)}; give shared values as dense tensors on one device, lists of"
         f" such, or what == compares (comparing raised {_said(cause)})"
     )
     return _class_for(cause)(message, modality=modality, field=name, item=at)
@@ -355,18 +384,75 @@ def _shown(value: object) -> str:
 
 def unreadable(what: str, value: object, index: int, name: object, context: Any) -> MMCollateError:
     """An item that can't be read; called by the core, which raises what this returns."""
-    modality = context.modality
+    modality, index = context.modality, context.item(index)
     if what == "unknown_field":
         return undeclared_field(modality, name, value, index)
+    return no_item(modality, value, index, "a mapping from field name to value")
+
+
+def no_fields(modality: str | None, fields: object) -> CollateTypeError:
+    """Something else in the place of the fields."""
     return CollateTypeError(
-        f"{where(modality, None, index)}: found {describe(value)}, expected a mapping from field"
-        " name to value",
+        f"{where(modality, None)}: fields are {type(fields).__name__}, expected a mapping from"
+        " field name to Batched, Flat or Shared",
         modality=modality,
-        item=index,
     )
 
 
-def undeclared_field(modality: str | None, name: Any, value: object, index: int) -> CollateKeyError:
+def no_item(modality: str | None, value: object, index: int, expected: str) -> CollateTypeError:
+    """Something else in the place of an item."""
+    advice = f"{_why_missing(value)}{_DO_WITHOUT if value is OMITTED else ''}"
+    return CollateTypeError(
+        f"{where(modality, None, index)}: found {describe(value)}, expected {expected}{advice}",
+        modality=modality,
+        item=index,
+        omitted=value is OMITTED,
+    )
+
+
+_DO_WITHOUT = "; collate() the others with missing='omit' or 'split'"
+
+
+def omitted_value(modality: str | None, name: Any, index: int | None) -> CollateTypeError:
+    """A value that was left out on purpose, where all are needed."""
+    return CollateTypeError(
+        f"{where(modality, name, index)}: found OMITTED, expected a value; {_LEFT_OUT}"
+        f"{_DO_WITHOUT}",
+        modality=modality,
+        field=name,
+        item=index,
+        omitted=True,
+    )
+
+
+def lacks(
+    modality: str | None, index: int, values: Mapping[str, Any], absent: object
+) -> CollateKeyError:
+    """An item is without fields that are required.
+
+    Args:
+        modality: Named in the message.
+        index: The item's.
+        values: What is there instead of each: ``OMITTED``, ``None``, or ``absent``.
+        absent: Stands for a field that the item does not have.
+    """
+    names = list(values)
+    said = {OMITTED: "OMITTED: left out on purpose", None: "None: lost", absent: "no such field"}
+    each = ", ".join(f"{name!r} ({said[value]})" for name, value in values.items())
+    return CollateKeyError(
+        f"{where(modality, None, index)}: lacks {each}, which is required; give the item with its"
+        " payload, or keep it out of this batch",
+        modality=modality,
+        field=names[0],
+        item=index,
+        missing=names,
+        omitted=all(value is OMITTED for value in values.values()),
+    )
+
+
+def undeclared_field(
+    modality: str | None, name: Any, value: object, index: int | None
+) -> CollateKeyError:
     """An item has a field that nothing is said about."""
     return CollateKeyError(
         f"{where(modality, name, index)}: {describe(value)} is not declared;"
@@ -383,11 +469,12 @@ _SEVERAL = "use collate_groups() for items that form several batches"
 def unlike_names(
     left: Mapping[str, Any],
     right: Mapping[str, Any],
+    before: int,
     at: int,
     fields: Mapping[str, Field],
     modality: str | None,
 ) -> CollateKeyError:
-    """Items ``at - 1`` and ``at`` can't be in one batch, since their names differ."""
+    """Items ``before`` and ``at`` can't be in one batch, since their names differ."""
     missing = [name for name in left if name not in right]
     extra = [name for name in right if name not in left]
     undeclared = [name for name in extra if name not in fields]
@@ -398,20 +485,58 @@ def unlike_names(
     name = (missing or extra)[0]
     return CollateKeyError(
         f"{where(modality, name, at)}: item {at}{lacks}{' and' * bool(lacks and has)}{has},"
-        f" unlike item {at - 1}; {_SEVERAL}",
+        f" unlike item {before}; {_SEVERAL}",
         modality=modality,
         field=name,
         item=at,
     )
 
 
+def not_gathered(
+    modality: str | None, name: str, index: int, found: object, *, is_address: bool
+) -> CollateKeyError:
+    """A feature has no value of a field that all must have.
+
+    Args:
+        modality: Named in the message.
+        name: The field's.
+        index: The feature's.
+        found: What is there instead: no payload, a payload without the field, or no value.
+        is_address: Whether the payload lies in shared memory.
+    """
+    if is_address:
+        why = "the payload lies in shared memory; fetch it first"
+    elif isinstance(found, Mapping):
+        why = f"the feature has {list(found)}; strip with positions_needed=True to keep metadata"
+    else:
+        why = f"found {describe(found)}; gather before what is covered is stripped"
+    return CollateKeyError(
+        f"{where(modality, name, index)}: no value; {why}",
+        modality=modality,
+        field=name,
+        item=index,
+        missing=(name,),
+        omitted=found is OMITTED,
+    )
+
+
+def unlike(modality: str | None, before: int, at: int) -> CollateValueError:
+    """Two of vLLM's items can't be in one batch."""
+    return CollateValueError(
+        f"{where(modality, None, at)}: does not form one batch with item {before}; use"
+        " collate_groups()",
+        modality=modality,
+        item=at,
+    )
+
+
 def unlike_values(
-    name: str, left: object, right: object, at: int, modality: str | None
+    name: str, left: object, right: object, before: int, at: int, modality: str | None
 ) -> CollateValueError:
-    """Items ``at - 1`` and ``at`` can't be in one batch, since these shared values differ."""
+    """Items ``before`` and ``at`` can't be in one batch, since these shared values differ."""
     return CollateValueError(
         f"{where(modality, name, at)}: the shared value, {describe(right)}, is not equal to"
-        f" item {at - 1}'s, {describe(left)}; {_SEVERAL}",
+        f" item {before}'s, {describe(left)}; {_SEVERAL}",
         modality=modality,
         field=name,
         item=at,
@@ -432,3 +557,13 @@ def add_note(error: BaseException, note: str) -> None:
     with contextlib.suppress(Exception):  # the note must never take the exception's place
         if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
+
+
+def note_missing(error: BaseException, items: Sequence[Any], start: int = 0) -> None:
+    """Adds a note that names the first item from ``start`` on that is not there, if there is one,
+    to an exception that passes through."""
+    for index, item in enumerate(items[start:], start):
+        if item is None or item is OMITTED:
+            why = _why_missing(item).removeprefix("; ")
+            add_note(error, f"mmcollate: {where(None, None, index)}: found {describe(item)}; {why}")
+            return

@@ -23,6 +23,7 @@ from mmcollate import _core, backends, bits, config, errors, staging
 from mmcollate.backends import Backend
 from mmcollate.collation import warn_if_slow
 from mmcollate.integrations import vllm_source
+from mmcollate.omitting import OMITTED
 from mmcollate.torch_modes import only_device_contexts
 
 _NAMES = ("group_and_batch_mm_items", "_batch_mm_items")
@@ -259,8 +260,14 @@ def _reduce(
     device: Any,
     pin_memory: bool,
     reason: str,
-    context: None,
+    context: Any,
 ) -> Any:
+    # Only of collate(); the plugin does what vLLM does.
+    if context is not None:
+        for row, elem in enumerate(elems):
+            if elem.data is OMITTED:
+                index = context.item(context.start + row)
+                raise errors.omitted_value(context.modality, name, index)
     first = elems[0].field
     reduce = functools.partial(first.reduce_data, elems)
     try:
@@ -299,13 +306,17 @@ def group_and_batch_mm_items(
     staged = backend is not None
     start = 0
     while start < stop:
-        end, batch, plan = core.next_group(
-            items, start, stop, None, device, pin_memory, None, staged
-        )
-        if batch is None:
-            batch = originals()._batch_mm_items(
-                items[start:end], device=device, pin_memory=pin_memory
+        try:
+            end, batch, plan = core.next_group(
+                items, start, stop, None, device, pin_memory, None, staged
             )
+            if batch is None:
+                batch = originals()._batch_mm_items(
+                    items[start:end], device=device, pin_memory=pin_memory
+                )
+        except AttributeError as error:  # as of None
+            errors.note_missing(error, items, start)
+            raise
         if plan is not None and backend is not None:
             staging.Bound(plan, backend, staging.is_embeds).send(batch)
         yield end - start, batch
@@ -323,7 +334,12 @@ def batch_mm_items(
         batch = _batch(collator(), items, device, pin_memory)
         if batch is not None:
             return batch
-    return originals()._batch_mm_items(items, device=device, pin_memory=pin_memory)
+    try:
+        return originals()._batch_mm_items(items, device=device, pin_memory=pin_memory)
+    except AttributeError as error:  # as of None
+        if type(items) is list or type(items) is tuple:
+            errors.note_missing(error, items)
+        raise
 
 
 def _batch(

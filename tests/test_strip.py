@@ -1,0 +1,598 @@
+"""What the prefix cache covers is left out: as vLLM has it, remembered, and never stale."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM, which has no wheel for this Python")
+
+import mmcollate
+from mmcollate import (
+    OMITTED,
+    Batched,
+    CollateKeyError,
+    CollateTypeError,
+    CollateValueError,
+    CoveredPrefix,
+    FeaturePolicy,
+    Flat,
+    Stripped,
+    collate,
+    collate_groups,
+    gather_field,
+    strip_covered,
+)
+from mmcollate.integrations import vllm as plugin
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.multimodal.utils import strip_covered_mm_data
+from vllm_items import batched, flat, item, shared
+
+FIELDS = {
+    "pixel_values": lambda rng: flat(torch.rand(rng.randint(1, 4), 3)),
+    "image_embeds": lambda rng: flat(torch.rand(2, 3), keep_on_cpu=rng.random() < 0.2),
+    "image_grid_thw": lambda rng: batched(
+        torch.tensor([1, 2, rng.randint(1, 9)]), keep_on_cpu=True
+    ),
+    "timestamps": lambda rng: batched(
+        [0.5 * k for k in range(rng.randint(0, 3))], keep_on_cpu=True
+    ),
+    "tiles": lambda rng: batched([torch.rand(2), torch.rand(rng.randint(0, 3), 2)]),
+    "image_token_id": lambda rng: shared(7, keep_on_cpu=rng.random() < 0.5),
+    "lost": lambda rng: batched(None, keep_on_cpu=rng.random() < 0.5),
+}
+
+
+def address() -> MultiModalKwargsItem:
+    """What the shared-memory cache puts in the place of an item."""
+    elements = {"address": 4096, "monotonic_id": 3, "signature": [1, 2]}
+    return item(**{name: batched(value) for name, value in elements.items()})
+
+
+def feature(data: Any, offset: int = 0, length: int = 4, **more: Any) -> MultiModalFeatureSpec:
+    position = PlaceholderRange(offset=offset, length=length)
+    values = {"modality": "image", "identifier": f"at {offset}", "mm_position": position, **more}
+    return MultiModalFeatureSpec(data=data, **values)
+
+
+def image(offset: int, value: int = 0) -> MultiModalFeatureSpec:
+    """Four tokens, 96 bytes of pixels and a kept grid of 24."""
+    return feature(
+        item(
+            pixel_values=flat(torch.full((4, 6), float(value))),
+            image_grid_thw=batched(torch.tensor([1, 2, value]), keep_on_cpu=True),
+        ),
+        offset,
+    )
+
+
+DROPPED = {False: 120, True: 96}
+"""Bytes of an :func:`image` that are dropped, without positions and with."""
+
+
+def random_features(rng: random.Random) -> list[MultiModalFeatureSpec]:
+    features, at = [], 0
+    for _ in range(rng.randint(0, 8)):
+        at += rng.randint(0, 3)
+        length = rng.randint(0, 5)
+        names = rng.sample(sorted(FIELDS), rng.randint(0, len(FIELDS)))
+        data = rng.choice(
+            [item(**{name: FIELDS[name](rng) for name in names})] * 6 + [None, address()]
+        )
+        kind = rng.choice(["image", "video", "audio"])
+        features.append(feature(data, at, length, modality=kind, mm_hash=rng.choice([None, "h"])))
+        at += length
+    if rng.random() < 0.2:
+        rng.shuffle(features)
+    return features
+
+
+def picture(features: Any) -> Any:
+    """All objects in features, by identity."""
+    return [
+        (id(x), id(x.data), {k: (id(e), id(e.data)) for k, e in (x.data or {}).items()}, vars(x))
+        for x in features
+    ]
+
+
+def assert_as_vllm(ours: Stripped, features: list[Any], computed: int, positions: bool) -> None:
+    theirs = strip_covered_mm_data(features, computed, uses_mrope=positions)
+    assert len(ours.features) == len(theirs)
+    for mine, other, original in zip(ours.features, theirs, features, strict=True):
+        assert (mine is original) == (other is original)
+        assert type(mine) is type(other)
+        for name in ("modality", "identifier", "mm_position", "mm_hash"):
+            assert getattr(mine, name) is getattr(other, name)
+        assert type(mine.data) is type(other.data)
+        if other.data is not None:
+            assert list(mine.data) == list(other.data)
+            assert all(mine.data[name] is other.data[name] for name in other.data)
+    assert ours.num_stripped == sum(x is not y for x, y in zip(theirs, features, strict=True))
+    dropped = [
+        leaf
+        for original, left in zip(features, theirs, strict=True)
+        for name, element in (original.data or {}).items()
+        if left is not original and name not in (left.data or {})
+        for leaf in (element.data if isinstance(element.data, list) else [element.data])
+    ]
+    assert ours.bytes_dropped == sum(x.nbytes for x in dropped if isinstance(x, torch.Tensor))
+
+
+# As vLLM
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("seed", range(150))
+def test_random_features_are_stripped_as_vllm_does(seed, positions):
+    rng = random.Random(seed)
+    features = random_features(rng)
+    before = picture(features)
+    prefix = CoveredPrefix(positions_needed=positions)
+    ends = [x.mm_position.offset + x.mm_position.length for x in features]
+    steps = [
+        0,
+        *ends,
+        *(end - 1 for end in ends if end),
+        1000,
+        0,
+        *(rng.randint(0, 40) for _ in "abc"),
+    ]
+    rng.shuffle(steps)
+    for computed in steps:
+        once = strip_covered(features, computed, positions_needed=positions)
+        assert_as_vllm(once, features, computed, positions)
+        assert_as_vllm(prefix.strip(features, computed), features, computed, positions)
+    assert picture(features) == before
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_the_boundary_counts_as_covered(positions):
+    features = [image(2), image(6)]
+    for computed, stripped in [(5, 0), (6, 1), (9, 1), (10, 2)]:
+        found = strip_covered(features, computed, positions_needed=positions)
+        assert (found.num_stripped, found.bytes_dropped) == (
+            stripped,
+            DROPPED[positions] * stripped,
+        )
+        assert_as_vllm(found, features, computed, positions)
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_addresses_in_shared_memory_and_features_without_data_stay(positions):
+    features = [feature(address()), feature(None, 4), image(8)]
+    found = strip_covered(features, 12, positions_needed=positions)
+    assert found.features[0] is features[0]
+    assert found.features[1] is features[1]
+    assert (found.num_stripped, found.bytes_dropped) == (1, DROPPED[positions])
+
+
+def test_with_positions_exactly_the_kept_fields_are_left():
+    # For M-RoPE and XD-RoPE alike: both are what vLLM calls M-RoPE.
+    one = image(0)
+    left = strip_covered([one], 4, positions_needed=True).features[0]
+    assert type(left.data) is MultiModalKwargsItem
+    assert list(left.data) == ["image_grid_thw"]
+    assert left.data["image_grid_thw"] is one.data["image_grid_thw"]
+    assert list(one.data) == ["pixel_values", "image_grid_thw"]
+    assert strip_covered([one], 4, positions_needed=False).features[0].data is None
+
+
+def test_the_list_is_a_new_one():
+    features = [image(0)]
+    for computed in (0, 1, 4):
+        found = strip_covered(features, computed, positions_needed=False).features
+        found.append(None)
+        assert len(features) == 1
+
+
+def test_bytes_of_all_that_has_some():
+    data = item(
+        tensor=flat(torch.zeros(3, dtype=torch.int16)),
+        nested=batched({"a": [torch.zeros(2), b"abc"], "b": (np.zeros(5, np.uint8), "text", 1)}),
+        view=batched(torch.zeros(100)[:1]),
+    )
+    found = strip_covered([feature(data)], 4, positions_needed=False)
+    assert found.bytes_dropped == 6 + 8 + 3 + 5 + 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind", "says"),
+    [
+        (-1, CollateValueError, "is -1, expected 0 or more"),
+        (1.5, CollateTypeError, "is float, expected an int"),
+        (True, CollateTypeError, "is bool, expected an int"),
+        (None, CollateTypeError, "is NoneType, expected an int"),
+    ],
+)
+def test_what_is_no_number_of_tokens(tokens, kind, says):
+    with pytest.raises(kind, match=f"num_computed_tokens {says}"):
+        strip_covered([image(0)], tokens, positions_needed=False)
+    assert strip_covered([image(0)], np.int64(4), positions_needed=False).num_stripped == 1
+
+
+# Remembered
+
+
+class Counting(FeaturePolicy):
+    """Counts what is made anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+        self.read = 0
+
+    def with_payload(self, feature: Any, payload: Any) -> Any:
+        self.made.append(feature)
+        return super().with_payload(feature, payload)
+
+    def value(self, element: Any) -> Any:
+        self.read += 1
+        return super().value(element)
+
+    def payload(self, feature: Any) -> Any:
+        self.read += 1
+        return super().payload(feature)
+
+    def end(self, feature: Any) -> int:
+        self.read += 1
+        return super().end(feature)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("positions", [False, True])
+def test_the_next_step_makes_only_what_is_new(positions, frozen):
+    policy = Counting()
+    prefix = CoveredPrefix(positions_needed=positions, policy=policy, frozen=frozen)
+    features = [image(4 * k) for k in range(100)]
+    first = prefix.strip(features, 4 * 90)
+    assert policy.made == features[:90]
+    policy.made.clear()
+    second = prefix.strip(features, 4 * 93 + 1)
+    assert policy.made == features[90:93]
+    assert all(map(lambda x, y: x is y, first.features[:90], second.features[:90]))
+    assert (second.num_stripped, second.bytes_dropped) == (93, 93 * DROPPED[positions])
+    assert_as_vllm(second, features, 4 * 93 + 1, positions)
+    policy.made.clear()
+    for computed in (4 * 93, 40, 0, 41, 4 * 93):
+        assert_as_vllm(prefix.strip(features, computed), features, computed, positions)
+    assert policy.made == []
+
+
+def test_of_frozen_features_the_known_are_not_even_read():
+    policy = Counting()
+    prefix = CoveredPrefix(positions_needed=True, policy=policy, frozen=True)
+    features = [image(4 * k) for k in range(200)]
+    prefix.strip(features, 4 * 197)
+    policy.read = 0
+    prefix.strip(features, 4 * 198)
+    assert 0 < policy.read < 20
+
+
+def test_tokens_that_are_no_longer_computed():
+    features = [image(4 * k) for k in range(6)]
+    prefix = CoveredPrefix(positions_needed=True)
+    # Up, preempted, again from the start, and past where it was.
+    for computed in (12, 16, 0, 8, 12, 24, 5, 24):
+        assert_as_vllm(prefix.strip(features, computed), features, computed, True)
+
+
+def put_address(x: Any) -> None:
+    x.data.data["address"] = batched(1)
+
+
+CHANGES: dict[str, Callable[[list[Any]], None]] = {
+    "another feature": lambda fs: fs.__setitem__(1, image(4, 9)),
+    "an equal feature": lambda fs: fs.__setitem__(1, copy.copy(fs[1])),
+    "another item": lambda fs: setattr(fs[1], "data", image(4, 9).data),
+    "an equal item": lambda fs: setattr(fs[1], "data", copy.copy(fs[1].data)),
+    "no item": lambda fs: setattr(fs[1], "data", None),
+    "an address": lambda fs: setattr(fs[1], "data", address()),
+    "an address put in": lambda fs: put_address(fs[1]),
+    "another place": lambda fs: setattr(fs[1], "mm_position", PlaceholderRange(4, 5)),
+    "another hash": lambda fs: setattr(fs[1], "mm_hash", "other"),
+    "another identifier": lambda fs: setattr(fs[1], "identifier", "other"),
+    "one less": lambda fs: fs.pop(1),
+    "one less at the end": lambda fs: fs.pop(),
+    "one more": lambda fs: fs.insert(1, image(4, 9)),
+    "exchanged": lambda fs: fs.reverse(),
+    "none at all": lambda fs: fs.clear(),
+}
+IN_ITEM: dict[str, Callable[[list[Any]], None]] = {
+    "a kept element": lambda fs: fs[1].data.update(
+        image_grid_thw=batched(torch.tensor([9]), keep_on_cpu=True)
+    ),
+    "a kept element more": lambda fs: fs[1].data.update(more=batched(1, keep_on_cpu=True)),
+    "a kept element less": lambda fs: fs[1].data.pop("image_grid_thw"),
+    "another name": lambda fs: fs[1].data.update(other=fs[1].data.pop("image_grid_thw")),
+    "no longer kept": lambda fs: setattr(fs[1].data["image_grid_thw"], "field", batched(1).field),
+    "moved to the next": lambda fs: fs[2].data.update(a=fs[1].data.pop("image_grid_thw")),
+}
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("name", [*CHANGES, *IN_ITEM])
+def test_features_that_were_changed_or_replaced(name, positions):
+    features = [image(0), image(4, 5), image(8)]
+    prefix = CoveredPrefix(positions_needed=positions)
+    for _ in range(2):
+        prefix.strip(features, 10)
+    (CHANGES | IN_ITEM)[name](features)
+    for computed in (8, 10, 12, 0, 9):
+        found = prefix.strip(features, computed)
+        if name not in IN_ITEM or positions:
+            assert_as_vllm(found, features, computed, positions)
+        else:
+            # Nothing of the item is left; only its bytes are as they were.
+            theirs = strip_covered_mm_data(features, computed, uses_mrope=False)
+            assert [x.data for x in found.features] == [x.data for x in theirs]
+
+
+def test_an_element_that_moved_from_the_end_of_one_item_to_the_start_of_the_next():
+    kept = [batched(n, keep_on_cpu=True) for n in range(3)]
+    features = [feature(item(a=kept[0], b=kept[1])), feature(item(c=kept[2]), 4)]
+    prefix = CoveredPrefix(positions_needed=True)
+    prefix.strip(features, 8)
+    element = features[0].data.pop("b")
+    features[1].data.data = {"b": element} | features[1].data.data
+    assert_as_vllm(prefix.strip(features, 8), features, 8, True)
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_what_a_receiver_puts_into_a_result_does_not_come_back(positions):
+    features = [image(0), image(4)]
+    prefix = CoveredPrefix(positions_needed=positions)
+    sent = prefix.strip(features, 8).features
+    sent[0].data = image(0, 9).data
+    assert_as_vllm(prefix.strip(features, 8), features, 8, positions)
+    if positions:
+        prefix.strip(features, 8).features[1].data.clear()
+        assert_as_vllm(prefix.strip(features, 8), features, 8, positions)
+
+
+def test_data_that_an_element_gets_shows_in_what_is_left():
+    features = [image(0)]
+    prefix = CoveredPrefix(positions_needed=True)
+    prefix.strip(features, 4)
+    features[0].data["image_grid_thw"].data = torch.tensor([7, 7, 7])
+    features[0].data["image_grid_thw"].data[0] = 8
+    [left] = prefix.strip(features, 4).features
+    assert left.data["image_grid_thw"].data.tolist() == [8, 7, 7]
+
+
+def test_features_in_recycled_memory_are_not_taken_for_the_known():
+    prefix = CoveredPrefix(positions_needed=True)
+    for step in range(200):
+        features = [image(0, step)]
+        [left] = prefix.strip(features, 4).features
+        assert left.data["image_grid_thw"].data[2] == step
+        # Freed here, but for what the prefix keeps so that no other can be in its place.
+        del features, left
+
+
+def test_forgotten_features_are_let_go():
+    import weakref
+
+    features = [image(0)]
+    pixels = weakref.ref(features[0].data["pixel_values"].data)
+    prefix = CoveredPrefix(positions_needed=True)
+    prefix.strip(features, 4)
+    prefix.forget()
+    del features
+    assert pixels() is None
+    again = [image(0, 3)]
+    assert_as_vllm(prefix.strip(again, 4), again, 4, True)
+
+
+# Other engines
+
+
+class Clip(NamedTuple):
+    data: Any
+    mm_position: Any
+    modality: str = "clip"
+
+
+@dataclass
+class Slotted:
+    __slots__ = ("data", "mm_position")
+    data: Any
+    mm_position: Any
+
+
+class Bare:
+    __slots__ = ("data", "mm_position")
+
+    def __init__(self, data: Any, mm_position: Any) -> None:
+        self.data, self.mm_position = data, mm_position
+
+
+PLAIN = FeaturePolicy({"pixels": Flat(), "grid": Batched(keep_on_cpu=True)})
+
+
+@pytest.mark.parametrize("kind", [Clip, Slotted, Bare, SimpleNamespace])
+def test_features_of_other_engines(kind):
+    at = SimpleNamespace(offset=0, length=4)
+    plain = {"pixels": torch.zeros(5), "grid": [1, 2]}
+    one = kind(data=plain, mm_position=at)
+    for prefix in (CoveredPrefix(positions_needed=True, policy=PLAIN) for _ in "ab"):
+        for _ in range(3):
+            found = prefix.strip([one], 4)
+            [left] = found.features
+            assert type(left) is kind
+            assert left.data == {"grid": [1, 2]}
+            assert left.data["grid"] is plain["grid"]
+            assert left.mm_position is at
+            assert found.bytes_dropped == 20
+    assert one.data is plain and list(plain) == ["pixels", "grid"]
+    if kind is not Clip:
+        one.data = {"pixels": torch.zeros(1), "grid": [3]}
+        assert prefix.strip([one], 4).features[0].data == {"grid": [3]}
+        prefix = CoveredPrefix(positions_needed=False, policy=PLAIN)
+        prefix.strip([one], 4)
+        one.mm_position = SimpleNamespace(offset=1, length=2)
+        assert prefix.strip([one], 4).features[0].mm_position is one.mm_position
+
+
+def test_a_policy_for_features_that_are_quite_different():
+    class Mine(FeaturePolicy):
+        dropped = OMITTED
+
+        def payload(self, feature: Any) -> Any:
+            return feature["item"]
+
+        def end(self, feature: Any) -> int:
+            return feature["until"]
+
+        def modality(self, feature: Any) -> str:
+            return feature["kind"]
+
+        def with_payload(self, feature: Any, payload: Any) -> Any:
+            return feature | {"item": payload}
+
+    fields = {"x": Batched()}
+    features = [{"item": {"x": torch.tensor([k])}, "until": k, "kind": "image"} for k in (3, 5)]
+    policy = Mine(fields)
+    prefix = CoveredPrefix(positions_needed=False, policy=policy)
+    for _ in range(2):
+        found = prefix.strip(features, 3)
+        assert found.features == [features[0] | {"item": OMITTED}, features[1]]
+        assert found.bytes_dropped == 8
+    # What was left out is no error, and what is there is collated.
+    batch, indices = collate(policy_items(found, policy), fields, missing="omit")
+    assert batch["x"].tolist() == [[5]]
+    assert indices["x"] == [1]
+    assert strip_covered(found.features, 3, positions_needed=False, policy=policy).num_stripped == 0
+    assert gather_field(found.features, "x", policy=policy) == [None, torch.tensor([5])]
+    with pytest.raises(
+        CollateKeyError, match=r"modality 'image', field 'x', item 0: .*OMITTED"
+    ) as raised:
+        gather_field(found.features, "x", policy=policy, strict=True)
+    assert raised.value.omitted
+
+
+def policy_items(found: Stripped, policy: FeaturePolicy) -> list[Any]:
+    return [policy.payload(x) for x in found.features]
+
+
+def test_a_field_that_the_policy_does_not_know():
+    one = SimpleNamespace(data={"gird": 1}, mm_position=SimpleNamespace(offset=0, length=1))
+    with pytest.raises(CollateKeyError, match="field 'gird': int is not declared"):
+        strip_covered([one], 1, positions_needed=True, policy=PLAIN)
+
+
+# A field of them all
+
+
+def test_a_field_has_a_slot_for_every_feature():
+    features = [image(0, 1), image(4, 2), feature(address(), 8), image(12, 3), feature(None, 16)]
+    stripped = strip_covered(features, 8, positions_needed=False).features
+    # vLLM's own list is shorter than the features.
+    theirs = MultiModalFeatureSpec.gather_kwargs(stripped, {"image_grid_thw"})["image_grid_thw"]
+    ours = gather_field(stripped, "image_grid_thw")
+    assert [x if x is None else x.tolist() for x in ours] == [None, None, None, [1, 2, 3], None]
+    assert len(theirs) == 1
+    assert theirs[0] is ours[3]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_gathered_is_what_vllm_gathers(seed):
+    rng = random.Random(seed)
+    features = random_features(rng)
+    for positions in (False, True):
+        for given in (features, strip_covered(features, 20, positions_needed=positions).features):
+            theirs = MultiModalFeatureSpec.gather_kwargs(given, set(FIELDS))
+            for name in FIELDS:
+                ours = gather_field(given, name)
+                assert len(ours) == len(given)
+                here, there = (
+                    [x for x in y if x is not None] for y in (ours, theirs.get(name, []))
+                )
+                assert list(map(id, here)) == list(map(id, there))
+
+
+def test_kept_metadata_is_gathered_from_stripped_features_too():
+    features = [image(4 * k, k) for k in range(3)]
+    stripped = strip_covered(features, 8, positions_needed=True).features
+    left = gather_field(stripped, "image_grid_thw", strict=True)
+    assert all(map(lambda x, y: x is y, left, gather_field(features, "image_grid_thw")))
+    with pytest.raises(CollateKeyError) as raised:
+        gather_field(stripped, "pixel_values", strict=True)
+    assert (raised.value.field, raised.value.item, raised.value.modality) == (
+        "pixel_values",
+        0,
+        "image",
+    )
+    assert raised.value.missing == ("pixel_values",)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (lambda: None, r"found NoneType; gather before what is covered is stripped"),
+        (address, r"the payload lies in shared memory; fetch it first"),
+        (lambda: item(y=batched(1)), r"the feature has \['y'\]; strip with positions_needed=True"),
+        (lambda: item(x=batched(None)), r"found NoneType; gather before"),
+        (lambda: item(x=batched(OMITTED)), r"found OMITTED; gather before"),
+    ],
+)
+def test_a_strict_gather_says_what_is_missing_where(data, says):
+    features = [feature(item(x=batched(1))), feature(data(), modality="video")]
+    assert gather_field(features, "x") == [1, None]
+    with pytest.raises(
+        CollateKeyError, match=f"modality 'video', field 'x', item 1: no value; {says}"
+    ):
+        gather_field(features, "x", strict=True)
+
+
+# Collation of what is left
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_lean_items_form_groups_of_their_own(active):
+    features = [image(4 * k, k) for k in range(4)]
+    stripped = strip_covered(features[:2], 8, positions_needed=True).features
+    items = [stripped[0].data, stripped[1].data, features[2].data, features[3].data]
+    group = (
+        plugin.group_and_batch_mm_items if active else plugin.originals().group_and_batch_mm_items
+    )
+    groups = list(group(items))
+    assert [count for count, _ in groups] == [2, 2]
+    assert [sorted(batch) for _, batch in groups] == [
+        ["image_grid_thw"],
+        ["image_grid_thw", "pixel_values"],
+    ]
+    assert groups[0][1]["image_grid_thw"].tolist() == [[1, 2, 0], [1, 2, 1]]
+    ours = list(collate_groups(items))
+    assert [(x.num_items, sorted(x.batch)) for x in ours] == [(n, sorted(b)) for n, b in groups]
+    # Nothing lean reaches an encoder that needs pixels.
+    with pytest.raises(CollateKeyError, match=r"item 0: lacks 'pixel_values' \(no such field\)"):
+        list(collate_groups(items, require=["pixel_values"]))
+
+
+def test_nothing_of_this_is_counted_or_collated():
+    mmcollate.reset_stats()
+    strip_covered([image(0)], 4, positions_needed=True)
+    assert mmcollate.stats()["batches"] == 0
+
+
+def test_replaced_features_keep_their_class_and_what_it_adds():
+    @dataclass
+    class Spec(MultiModalFeatureSpec):
+        extra: int = 0
+
+    one = Spec(**vars(image(0)), extra=5)
+    [left] = strip_covered([one], 4, positions_needed=False).features
+    assert left == replace(one, data=None)
+    assert (type(left), left.extra) == (Spec, 5)
