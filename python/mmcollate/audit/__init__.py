@@ -1,0 +1,412 @@
+"""Which placement flags of a model are right, found by running it with virtual devices.
+
+:func:`audit` runs a model's forward on the CPU with real data. Its weights, and the batches of
+fields that are not kept on the CPU, say that they are on ``cuda:0``; neither GPU nor driver is
+needed. Whatever a GPU would have refused, waited for or copied is recorded with the line of the
+model's own code, and each field gets a verdict.
+
+>>> import torch
+>>> from mmcollate import Batched, Flat
+>>> from mmcollate.audit import audit
+>>> class Encoder(torch.nn.Module):
+...     def __init__(self):
+...         super().__init__()
+...         self.proj = torch.nn.Linear(6, 4)
+...
+...     def forward(self, pixel_values, grid):
+...         sizes = grid.prod(-1).tolist()
+...         return self.proj(pixel_values).split(sizes)
+>>> batch = {"pixel_values": torch.rand(10, 6), "grid": torch.tensor([[1, 2, 2], [1, 2, 3]])}
+>>> report = audit(Encoder(), [batch], {"pixel_values": Flat(), "grid": Batched()})
+>>> for field in report.fields:
+...     print(field.field, field.verdict)
+pixel_values right
+grid could be kept
+
+The same with ``grid=Batched(keep_on_cpu=True)``, or ``audit(…, keep_on_cpu={"grid": True})``, calls
+both right.
+
+A method is given as it is, and its object's weights go to the device; what else a function uses is
+named: ``audit(model.get_image_features, …)``, ``audit(lambda **batch: …, …, modules=[model])``.
+Batches are mappings, or triples of modality, number of items and mapping, as
+:func:`mmcollate.collate_groups` and vLLM's ``group_and_batch_mm_kwargs`` give them; ``fields`` then
+may be a mapping by modality.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import platform
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import GeneratorType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mmcollate._core import __version__
+from mmcollate.audit import weights
+from mmcollate.audit.findings import (
+    Event,
+    EventKind,
+    FieldKind,
+    FieldReport,
+    ModelReport,
+    Site,
+    Verdict,
+)
+from mmcollate.audit.interception import Interception, virtual_cuda
+from mmcollate.audit.observe import Recorder, raised_at
+from mmcollate.audit.rules import Memory
+from mmcollate.audit.virtual import Session, VirtualTensor
+from mmcollate.errors import (
+    CollateKeyError,
+    CollateRuntimeError,
+    CollateTypeError,
+    CollateValueError,
+    describe,
+    where,
+)
+from mmcollate.fields import Batched, Field, Flat, Shared
+from mmcollate.reference import iter_leaves, map_leaves
+
+__all__ = [
+    "Event",
+    "EventKind",
+    "FieldKind",
+    "FieldReport",
+    "ModelReport",
+    "Site",
+    "Verdict",
+    "audit",
+]
+
+Batch: TypeAlias = Mapping[str, Any]
+Fields: TypeAlias = Mapping[str, Field]
+
+_KINDS: dict[type[Field], FieldKind] = {Batched: "batched", Flat: "flat", Shared: "shared"}
+
+_running = threading.Lock()
+_runs_in: int | None = None
+
+
+def audit(
+    forward: Callable[..., Any],
+    batches: Iterable[Batch | tuple[str | None, int, Batch]],
+    fields: Fields | Mapping[str, Fields],
+    *,
+    modality: str = "",
+    keep_on_cpu: Mapping[str, bool] | None = None,
+    modules: Sequence[torch.nn.Module] | None = None,
+    attributes: bool = False,
+    name: str | None = None,
+) -> ModelReport:
+    """Runs a model on batches as if on a GPU, and judges the placement of each field.
+
+    The model and the batches are as before afterwards, also if the forward raises: it works on
+    copies of the batches, writes to weights are undone, attributes set are taken back. Random
+    numbers come from a copy of the generator's state. Gradients are off. Only one audit runs at a
+    time in a process; other threads wait, and see ``torch.cuda`` answer as with one GPU.
+
+    Args:
+        forward: A module, a method of one, or any callable; called with a batch's fields as
+            keyword arguments.
+        batches: What the forward gets, on the CPU whatever the flags say: from field name to
+            tensor, number, string, or list, tuple or dict of such.
+        fields: What each field is, its flag included; or the same by modality. A field that no
+            batch has is left out of the report.
+        modality: Of the batches that come without one.
+        keep_on_cpu: Flags to try in place of the fields' own.
+        modules: Whose weights are on the device; by default ``forward`` itself, or the module
+            whose method it is.
+        attributes: Whether tensors that are plain attributes of the modules are on the device too,
+            and devices among the attributes name it: as in engines that build their models there.
+            ``Module.to`` leaves both as they are.
+        name: Of the model, for the report.
+
+    Returns:
+        One report for each field of each modality, in the order of the batches, and what concerns
+        no field. An exception of the forward is in ``error``; the next batch is run all the same.
+
+    Raises:
+        CollateKeyError: A batch has a field that ``fields`` does not have, or a flag is for none.
+        CollateTypeError: ``forward``, a batch, a field or a weight is of no such type.
+        CollateValueError: There is no batch, or something is not on the CPU.
+        CollateRuntimeError: Called by a forward that is being audited.
+    """
+    runs = _checked_runs(batches, fields, modality, keep_on_cpu or {})
+    modules = _modules_of(forward) if modules is None else list(modules)
+    recorders = {run.modality: Recorder(boundary=_call.__code__) for run in runs}
+    errors: dict[str, str] = {}
+    with _alone():
+        for run in runs:
+            recorder = recorders[run.modality]
+            try:
+                _run(forward, run, modules, recorder, attributes)
+            except _Failed as failed:
+                errors.setdefault(run.modality, failed.described(run.modality))
+    return ModelReport(
+        model=name or _name_of(forward, modules),
+        fields=tuple(_reports(runs, recorders, errors)),
+        other_events=tuple(
+            event
+            for known, recorder in recorders.items()
+            for event in recorder.other_events(
+                name for run in runs if run.modality == known for name in run.fields
+            )
+        ),
+        num_forwards=len(runs),
+        versions=_versions(modules),
+        error="\n".join(errors.values()) or None,
+    )
+
+
+# Arguments
+
+
+class _Run(NamedTuple):
+    """One forward."""
+
+    modality: str
+    batch: dict[str, Any]
+    fields: dict[str, Field]
+    """Of this batch, with the flags that are tried."""
+
+
+def _checked_runs(
+    batches: Any, fields: Any, modality: str, flags: Mapping[str, bool]
+) -> list[_Run]:
+    if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
+        raise CollateTypeError(
+            f"batches are {describe(batches)}, expected an iterable of batches; put a single one"
+            " into a list"
+        )
+    if not isinstance(fields, Mapping):
+        raise CollateTypeError(
+            f"fields are {describe(fields)}, expected a mapping from field name to Batched, Flat or"
+            " Shared, or such mappings by modality"
+        )
+    runs = [_checked_run(given, fields, modality, flags) for given in batches]
+    if not runs:
+        raise CollateValueError("no batch: nothing would be run")
+    for name in flags:
+        if not any(name in run.fields for run in runs):
+            raise CollateKeyError(f"keep_on_cpu has {name!r}, which no batch has", field=name)
+    return runs
+
+
+def _checked_run(given: Any, fields: Any, modality: str, flags: Mapping[str, bool]) -> _Run:
+    batch = given
+    if isinstance(given, tuple) and len(given) == 3:
+        modality, batch = given[0] if given[0] is not None else modality, given[2]
+    if not isinstance(batch, Mapping):
+        raise CollateTypeError(
+            f"{where(modality or None, None)}: a batch is {describe(batch)}, expected a mapping"
+            " from field name to value",
+            modality=modality,
+        )
+    known = fields
+    if isinstance(next(iter(fields.values()), None), Mapping):
+        known = fields.get(modality, {})
+    own = {name: _checked_field(name, known, modality, flags) for name in batch}
+    for name, value in batch.items():
+        for leaf in iter_leaves(value):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_cpu:
+                raise CollateValueError(
+                    f"{where(modality or None, name)}: {describe(leaf)}; give batches on the CPU,"
+                    " the audit places them itself",
+                    modality=modality,
+                    field=name,
+                )
+    return _Run(modality, dict(batch), own)
+
+
+def _checked_field(
+    name: str, known: Mapping[str, Any], modality: str, flags: Mapping[str, bool]
+) -> Field:
+    at = where(modality or None, name)
+    if name not in known:
+        raise CollateKeyError(
+            f"{at}: not in fields; say what it is, Batched, Flat or Shared",
+            modality=modality,
+            field=name,
+        )
+    field: Field = known[name]
+    if type(field) not in _KINDS:
+        raise CollateTypeError(
+            f"{at}: {describe(field)}, expected Batched, Flat or Shared",
+            modality=modality,
+            field=name,
+        )
+    return dataclasses.replace(field, keep_on_cpu=flags.get(name, field.keep_on_cpu))
+
+
+def _of_partial(forward: Any) -> Any:
+    """The function behind ``functools.partial``."""
+    while isinstance(forward, functools.partial):
+        forward = forward.func
+    return forward
+
+
+def _modules_of(forward: Any) -> list[torch.nn.Module]:
+    if not callable(forward):
+        raise CollateTypeError(f"forward is {describe(forward)}, expected a module or a callable")
+    function = _of_partial(forward)
+    if isinstance(function, torch.nn.Module):
+        return [function]
+    owner = getattr(function, "__self__", None)
+    return [owner] if isinstance(owner, torch.nn.Module) else []
+
+
+# Runs
+
+
+class _Failed(Exception):
+    """The forward's own exception."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def described(self, modality: str) -> str:
+        """For the report."""
+        of = f"{modality}: " if modality else ""
+        site = raised_at(self.error)
+        at = "" if site is None else f" at {site.file}:{site.line}"
+        what = str(self.error) or ("no message" if site is None else site.source)
+        return f"{of}{type(self.error).__name__}{at}: {what}"
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """No other audit runs in this process."""
+    global _runs_in
+    if _runs_in == threading.get_ident():
+        raise CollateRuntimeError("an audit is running here; a forward can't start another one")
+    with _running:
+        _runs_in = threading.get_ident()
+        try:
+            yield
+        finally:
+            _runs_in = None
+
+
+def _run(
+    forward: Callable[..., Any],
+    run: _Run,
+    modules: Sequence[torch.nn.Module],
+    recorder: Recorder,
+    attributes: bool,
+) -> None:
+    session = Session(recorder)
+    if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
+        # Without a driver, indexing what says it is on CUDA fails otherwise.
+        torch._C._ensureCUDADeviceGuardSet()
+    with torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as stack:
+        batch = {name: _placed(session, name, run) for name in run.batch}
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        # Without kernels that only GPUs have.
+        stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(weights.on_device(session, modules, attributes=attributes))
+        stack.enter_context(virtual_cuda(session))
+        stack.enter_context(Interception(session))
+        stack.enter_context(session.active())
+        try:
+            result = _call(forward, batch)
+        except Exception as error:
+            session.rules.failed(raised_at(error))
+            raise _Failed(error) from error
+        for tensor in _tensors_in(result):
+            op = session.operand(tensor)
+            for name in sorted(op.fields) if op.on_device else ():
+                recorder.device_use(name, "result")
+
+
+def _call(forward: Callable[..., Any], batch: dict[str, Any]) -> Any:
+    """Its frame is the boundary between the caller's code and the model's."""
+    result = forward(**batch)
+    return list(result) if isinstance(result, GeneratorType) else result
+
+
+def _placed(session: Session, name: str, run: _Run) -> Any:
+    """A field's batch as virtual tensors, of copies."""
+    on_device = not run.fields[name].keep_on_cpu
+    made: dict[int, Any] = {}
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            return leaf
+        if id(leaf) not in made:
+            held = leaf.detach().as_subclass(torch.Tensor).clone()
+            tensor = VirtualTensor.of(session, held, Memory(on_device, {name}))
+            tensor.field_name = name
+            made[id(leaf)] = tensor
+        return made[id(leaf)]
+
+    return map_leaves(place, run.batch[name])
+
+
+def _tensors_in(result: Any) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, Mapping):
+        for value in result.values():
+            yield from _tensors_in(value)
+    elif isinstance(result, (list, tuple, set, frozenset)):
+        for value in result:
+            yield from _tensors_in(value)
+    elif dataclasses.is_dataclass(result):
+        yield from _tensors_in([getattr(result, f.name) for f in dataclasses.fields(result)])
+
+
+# The report
+
+
+def _reports(
+    runs: Sequence[_Run], recorders: Mapping[str, Recorder], errors: Mapping[str, str]
+) -> Iterator[FieldReport]:
+    values: dict[tuple[str, str], list[Any]] = {}
+    declared: dict[tuple[str, str], Field] = {}
+    for run in runs:
+        for name, value in run.batch.items():
+            values.setdefault((run.modality, name), []).append(value)
+            declared[run.modality, name] = run.fields[name]
+    for (modality, name), batches in values.items():
+        field = declared[modality, name]
+        tensors = [x for x in iter_leaves(batches) if isinstance(x, torch.Tensor)]
+        yield recorders[modality].report(
+            modality,
+            name,
+            _KINDS[type(field)],
+            keep_on_cpu=field.keep_on_cpu,
+            num_bytes=sum(x.nbytes for x in tensors if x.layout is torch.strided),
+            has_tensors=bool(tensors),
+            complete=modality not in errors,
+        )
+
+
+def _name_of(forward: Any, modules: Sequence[torch.nn.Module]) -> str:
+    if modules:
+        return type(modules[0]).__name__
+    function = _of_partial(forward)
+    return getattr(function, "__qualname__", type(function).__name__).replace("<locals>.", "")
+
+
+def _versions(modules: Sequence[torch.nn.Module]) -> dict[str, str]:
+    """Of what took part: the packages of the models' classes too."""
+    found = {
+        "mmcollate": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    for module in modules:
+        package = type(module).__module__.partition(".")[0]
+        version = getattr(sys.modules.get(package), "__version__", None)
+        if isinstance(version, str):
+            found[package] = version
+    return found

@@ -1,0 +1,291 @@
+"""What a device would have done with an operation: refused it, waited, or copied.
+
+torch's own rules, as far as they concern placement. All tensors of an operation are on one device,
+except that tensors without dimensions may come from the CPU, and some arguments (indices, lengths).
+The host waits where an operation's result has a shape or a value that it has to know.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from mmcollate.audit.findings import Site
+from mmcollate.audit.observe import Recorder
+
+DEVICE = torch.device("cuda", 0)
+"""Where virtual device tensors say they are."""
+CPU = torch.device("cpu")
+
+COPIES = frozenset({"copy", "copy_", "_foreach_copy_"})
+"""Operations that take a tensor's values wherever they are."""
+
+VALUES_UNUSED = frozenset(
+    {
+        *("empty_like", "full_like", "ones_like", "zeros_like"),
+        *("rand_like", "randint_like", "randn_like"),
+        *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
+    }
+)
+"""Factories that want a tensor for its shape, dtype and place."""
+
+_WAITING = frozenset(
+    {
+        *("_local_scalar_dense", "allclose", "argwhere", "bincount", "equal"),
+        *("masked_select", "nonzero", "_unique", "_unique2"),
+        *("unique_consecutive", "unique_dim", "unique_dim_consecutive"),
+    }
+)
+"""Others wait by their arguments, see :func:`_waits`."""
+
+_WRITING_BY_INDEX = frozenset({"index_put", "index_put_", "_index_put_impl_"})
+_INDEXING = frozenset({"index", "_unsafe_index"}) | _WRITING_BY_INDEX
+
+_CPU_ARGUMENTS = {
+    **dict.fromkeys(_INDEXING, "indices"),
+    "_pack_padded_sequence": "lengths",
+    "_pad_packed_sequence": "batch_sizes",
+}
+"""What may, or has to, be on the CPU though others are on the device."""
+
+_NO_SCALARS = frozenset({"cat", "stack"})
+"""Operations that refuse even a tensor without dimensions."""
+
+
+_CONDITION_LINES = 2
+"""How far below a condition is what it guards."""
+
+CPU_RESULTS = {"_pack_padded_sequence": 1, "_pad_packed_sequence": 1}
+"""Which result is on the CPU wherever the operation runs."""
+
+
+@dataclass
+class Memory:
+    """What tensors that share a storage have in common."""
+
+    on_device: bool
+    fields: set[str] = field(default_factory=set)
+    """From which the values stem; the whole storage's, however small the part written."""
+    placed_by: set[str] = field(default_factory=set)
+    """Fields that do not give the values but the place, as of what is made with
+    ``device=grid.device``."""
+    pinned: bool = False
+
+    def copy(self) -> "Memory":
+        """The same, for another storage."""
+        return Memory(self.on_device, set(self.fields), set(self.placed_by), self.pinned)
+
+
+class Operand(NamedTuple):
+    """A tensor that goes into an operation."""
+
+    tensor: torch.Tensor
+    argument: str
+    """Its name in the operation's schema; empty if there is none."""
+    held: torch.Tensor
+    """The CPU tensor with its values."""
+    memory: Memory | None
+    """``None`` of a plain tensor."""
+
+    @property
+    def on_device(self) -> bool:
+        return self.memory is not None and self.memory.on_device
+
+    @property
+    def fields(self) -> set[str]:
+        """From which the values stem."""
+        return set() if self.memory is None else self.memory.fields
+
+    @property
+    def decided_by(self) -> set[str]:
+        """Whose flags decide where it is."""
+        return set() if self.memory is None else self.memory.fields | self.memory.placed_by
+
+    def is_of(self, name: str) -> bool:
+        """Whether it is nothing foreign to a field: its values are the field's, or they are no
+        field's and it is made where the field is."""
+        return name in self.fields or (not self.fields and name in self.decided_by)
+
+    def __str__(self) -> str:
+        dtype = str(self.held.dtype).removeprefix("torch.")
+        shape = ", ".join(map(str, self.held.shape))
+        stems = sorted(self.fields)
+        stems += [f"placed as {name}" for name in sorted(self.decided_by - self.fields)]
+        known = f" [{', '.join(stems)}]" if stems else ""
+        return f"{dtype} ({shape}) on {DEVICE if self.on_device else CPU}{known}"
+
+
+def fields_of(operands: Iterable[Operand]) -> set[str]:
+    """From which fields any of the values stem."""
+    return set().union(*(op.fields for op in operands))
+
+
+def decided_by(operands: Iterable[Operand]) -> set[str]:
+    """Whose flags decide where any of them is."""
+    return set().union(*(op.decided_by for op in operands))
+
+
+class Rules:
+    """Tells a recorder what a device would have done."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._asked: tuple[str, Operand, tuple[Site, ...]] | None = None
+
+    def operation(
+        self,
+        label: str,
+        name: str,
+        operands: Sequence[Operand],
+        arguments: Mapping[str, Any],
+        *,
+        caller: str,
+        strict: bool,
+    ) -> None:
+        """An operation on tensors that may be anywhere.
+
+        Args:
+            label: Its full name, for events.
+            name: Its short name, by which the rules go.
+            operands: Its tensors, in order.
+            arguments: All that it was given, by name.
+            caller: The torch function that Python called; names what reads a value.
+            strict: Whether plain tensors on the CPU are refused by a device.
+        """
+        self._recorder.touched |= fields_of(operands)
+        device = [op for op in operands if op.on_device]
+        if device:
+            self._mixed(label, name, operands, strict)
+            if _waits(name, operands, arguments):
+                self.sync(caller or label if name == "_local_scalar_dense" else label, device)
+            self._uses(label, device)
+        elif name == "_local_scalar_dense":
+            self.read(caller or label, operands[0])
+
+    def _mixed(self, label: str, name: str, operands: Sequence[Operand], strict: bool) -> None:
+        allowed = _CPU_ARGUMENTS.get(name) if operands[0].on_device else None
+        refused = []
+        for op in operands:
+            if op.on_device:
+                continue
+            if op.argument == allowed:
+                if name in _INDEXING:
+                    self._implicit_copy(label, op, operands)
+            elif (op.held.dim() > 0 or name in _NO_SCALARS) and (strict or op.decided_by):
+                refused.append(op)
+        if refused:
+            self._recorder.record(
+                "mismatch",
+                label,
+                decided_by(refused),
+                on_device=decided_by(op for op in operands if op.on_device),
+                detail=_detail(operands),
+            )
+
+    def _implicit_copy(self, label: str, index: Operand, operands: Sequence[Operand]) -> None:
+        """An index on the CPU: torch copies it to the device, and waits."""
+        if index.held.dim() > 0:
+            self._recorder.record(
+                "restored",
+                label,
+                index.fields,
+                detail=_detail(operands),
+                num_bytes=index.held.nbytes,
+                non_blocking=False,
+            )
+
+    def _uses(self, label: str, device: Sequence[Operand]) -> None:
+        if len(device) > 1:
+            for name in sorted(decided_by(device)):
+                if not all(op.is_of(name) for op in device):
+                    self._recorder.device_use(name, label, _detail(device))
+
+    def ask(self, label: str, op: Operand) -> None:
+        """The model asks where a tensor is; what it then raises may be its own refusal."""
+        if op.decided_by:
+            self._asked = label, op, self._recorder.stack()
+
+    def failed(self, site: Site | None) -> None:
+        """The model raised: refused, if it had just asked where a tensor is, in this line or in a
+        condition above it."""
+        if self._asked is None or site is None:
+            return
+        label, op, stack = self._asked
+        asked = stack[0] if stack else None
+        if (
+            asked is not None
+            and (asked.file, asked.function) == (site.file, site.function)
+            and 0 <= site.line - asked.line <= _CONDITION_LINES
+        ):
+            self._recorder.record(
+                "mismatch",
+                label,
+                () if op.on_device else op.decided_by,
+                on_device=op.decided_by if op.on_device else (),
+                detail=str(op),
+                stack=stack,
+            )
+
+    def touch(self, op: Operand) -> None:
+        """A tensor's values are wanted, if only to be handed on as they are."""
+        self._recorder.touched |= op.fields
+
+    def sync(self, label: str, device: Sequence[Operand]) -> None:
+        """The host waits for tensors of the device."""
+        self._recorder.record("sync", label, fields_of(device), detail=_detail(device))
+
+    def read(self, label: str, op: Operand) -> None:
+        """The host reads a tensor's values."""
+        self.touch(op)
+        if op.on_device:
+            self.sync(label, [op])
+        elif op.fields:
+            self._recorder.record("host_read", label, op.fields, detail=str(op))
+
+    def refused_read(self, label: str, op: Operand) -> None:
+        """The host wants a tensor's memory, which has to be on the CPU, and is not."""
+        self.touch(op)
+        self._recorder.record("mismatch", label, (), on_device=op.decided_by, detail=str(op))
+
+    def transfer(
+        self, label: str, source: Operand, to_device: bool, num_bytes: int, non_blocking: bool
+    ) -> None:
+        """A tensor's values are copied to where they are wanted."""
+        self.touch(source)
+        if source.on_device != to_device:
+            self._recorder.record(
+                "restored" if to_device else "sync",
+                label,
+                source.fields,
+                detail=str(source),
+                num_bytes=num_bytes,
+                non_blocking=non_blocking,
+            )
+
+
+def _waits(name: str, operands: Sequence[Operand], arguments: Mapping[str, Any]) -> bool:
+    """Whether the host waits for a device that runs this operation."""
+    if name in _WAITING:
+        return True
+    if name == "repeat_interleave":
+        return arguments.get("output_size") is None
+    if name in _INDEXING:
+        by_mask = any(
+            op.argument == "indices" and op.on_device and op.held.dtype in (torch.bool, torch.uint8)
+            for op in operands
+        )
+        return by_mask and not (name in _WRITING_BY_INDEX and _fills(operands, arguments))
+    return False
+
+
+def _fills(operands: Sequence[Operand], arguments: Mapping[str, Any]) -> bool:
+    """Whether one value of the host's is written through a mask: torch then needs no positions."""
+    values = [op for op in operands if op.argument == "values"]
+    return not arguments.get("accumulate") and all(
+        op.held.numel() == 1 and not op.on_device for op in values
+    )
+
+
+def _detail(operands: Iterable[Operand]) -> str:
+    return ", ".join(map(str, operands))
