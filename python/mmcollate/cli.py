@@ -1,4 +1,4 @@
-"""The command line: ``mmcollate doctor`` and ``mmcollate bench``."""
+"""The command line: ``mmcollate doctor``, ``mmcollate bench`` and ``mmcollate audit``."""
 
 import argparse
 import importlib.metadata
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import mmcollate
+from mmcollate.audit import command
 from mmcollate.bench import suite
 
 _PROBE = """
@@ -30,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench_parser = commands.add_parser("bench", help="time mmcollate against vLLM and others here")
     suite.add_options(bench_parser)
     bench_parser.set_defaults(run=suite.main)
+    audit_parser = commands.add_parser("audit", help="find out which placement flags are right")
+    command.add_options(audit_parser)
+    audit_parser.set_defaults(run=command.main)
     chosen = parser.parse_args(arguments)
     return int(chosen.run(chosen))
 
