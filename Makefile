@@ -81,6 +81,7 @@ bench-engine: $(BIN)/.built  ## time the real engine with mmcollate on and off (
 
 docs: $(BIN)/.built  ## fill the tables in README and docs, and run every example there
 	@$(BIN)/python docs/tables.py
+	@$(BIN)/python docs/placement.py
 	@$(BIN)/python -m pytest tests/test_docs.py
 
 requirements:  ## resolve requirements/test.in into test.txt
