@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 say = @printf '\n== %s\n' "$(1)"
 
-.PHONY: help demo test nightly lint rust-test python-test gate gate-renew wheel bench bench-engine bench-core docs requirements clean
+.PHONY: help demo test nightly lint rust-test python-test gate gate-renew wheel bench bench-engine bench-core docs placement requirements clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -83,6 +83,10 @@ docs: $(BIN)/.built  ## fill the tables in README and docs, and run every exampl
 	@$(BIN)/python docs/tables.py
 	@$(BIN)/python docs/placement.py
 	@$(BIN)/python -m pytest tests/test_docs.py
+
+placement: $(BIN)/.built  ## audit the tiny models, and write docs/placement.md
+	@$(BIN)/python -m pytest tests/test_audit_vllm.py
+	@$(BIN)/python docs/placement.py --renew
 
 requirements:  ## resolve requirements/test.in into test.txt
 	@$(BIN)/uv pip compile --universal --python-version 3.10 --no-emit-index-url --no-annotate \
