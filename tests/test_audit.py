@@ -1100,6 +1100,32 @@ def test_a_model_that_asks_for_a_place_and_fails_elsewhere_has_not_refused_it():
     assert told(events_of(found)) == []
 
 
+def asks_and_torch_fails(patches: torch.Tensor, grid: torch.Tensor) -> None:
+    made = torch.zeros(3, 5, device=grid.device)
+    made @ torch.zeros(4, 5, device=grid.device)
+
+
+def test_what_torch_raises_after_a_model_asked_for_a_place_is_no_refusal():
+    found = audit(asks_and_torch_fails, [batch()], FIELDS, keep_on_cpu={"grid": False})
+    assert "shapes cannot be multiplied" in found.error
+    assert told(events_of(found)) == []
+
+
+@pytest.mark.parametrize(
+    "mixes",
+    [
+        lambda patches, grid: torch.meshgrid(
+            patches[:, 0], grid.reshape(-1).float(), indexing="ij"
+        ),
+        lambda patches, grid: torch.quantile(patches, grid.reshape(-1).float() / 99),
+    ],
+)
+def test_what_torch_refuses_before_any_operation_is_a_mismatch(mixes):
+    found = audit(mixes, [batch()], FIELDS, keep_on_cpu={"grid": True, "patches": False})
+    assert found.error is None
+    assert {x.field: x.verdict for x in found.fields}["grid"] == "wrong"
+
+
 def test_an_interrupt_passes_and_leaves_the_model_as_before():
     model = Changing()
     before = state(model)
@@ -1556,6 +1582,21 @@ WRONG: dict[str, Any] = {
         CollateTypeError,
         "forward is int, expected a module or a callable",
         {"forward": 3},
+    ),
+    "flags that are none": (
+        CollateTypeError,
+        "keep_on_cpu is list of 1, expected a mapping from field name to True or False",
+        {"keep_on_cpu": ["grid"]},
+    ),
+    "a flag that is none": (
+        CollateTypeError,
+        "keep_on_cpu is dict",
+        {"keep_on_cpu": {"grid": "no"}},
+    ),
+    "a module alone": (
+        CollateTypeError,
+        "modules are Linear, expected a list of modules",
+        {"modules": torch.nn.Linear(2, 2)},
     ),
     "elsewhere": (
         CollateValueError,

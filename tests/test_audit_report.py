@@ -132,7 +132,7 @@ def test_text_leaves_out_the_evidence_of_what_is_right_unless_asked():
     for text, shown in ((short, False), (whole, True)):
         assert ("aten.mm.default" in text) is shown
         assert ("lens (audio): right" in text) is shown
-        assert ("aten.mul.Tensor" in text) is shown
+        assert "aten.mul.Tensor" in text  # the model's own mismatch
 
 
 def test_a_right_field_that_is_read_by_the_host_is_a_finding():
@@ -211,7 +211,7 @@ def test_html_folds_the_evidence_of_each_field_and_opens_the_findings():
     parsed = Page(report.to_html([FULL]))
     # each field, and what stems from no field
     assert parsed.tags.count("details") == len(FULL.fields) + 1
-    assert [name for name, _ in parsed.attributes].count("open") == 4
+    assert [name for name, _ in parsed.attributes].count("open") == 5
 
 
 def test_html_of_several_models_names_each():
@@ -222,7 +222,10 @@ def test_html_of_several_models_names_each():
 # Conditions
 
 REASONS = {
-    "mismatch": ["TinyModel: image sizes: mismatch: why sizes is <so>"],
+    "mismatch": [
+        "TinyModel: image sizes: mismatch: why sizes is <so>",
+        "TinyModel: mismatch of no field: aten.mul.Tensor at vllm/models/x.py:12",
+    ],
     "sync": ["TinyModel: image grid: sync: Tensor.tolist at vllm/models/x.py:12"],
     "could-be-kept": ["TinyModel: image grid: could be kept: why grid is <so>"],
     "restored": ["TinyModel: image mask: restored: why mask is <so>"],
@@ -262,7 +265,7 @@ def test_a_mismatch_of_a_field_that_is_restored_elsewhere_fails():
 
 
 def test_what_stems_from_no_field_fails_nothing():
-    assert report.fails([model(other_events=(MISMATCH, event()))], ["any"]) == []
+    assert report.fails([model(other_events=(event(),))], ["any"]) == []
 
 
 # The command
@@ -369,3 +372,15 @@ def test_the_placement_page_has_every_declared_field():
     for family in declared["families"].values():
         for name, each in family["fields"].items():
             assert f"| {each['modality']} | `{name}` | {each['kind']} |" in text
+
+
+@pytest.mark.parametrize("condition", ["mismatch", "any"])
+def test_a_mismatch_of_no_field_fails_too_and_is_always_shown(condition):
+    own = event("mismatch", fields=(), operation="aten.add.Tensor")
+    found = model(other_events=(own, event()))
+    assert report.fails([found], [condition]) == [
+        "TinyModel: mismatch of no field: aten.add.Tensor at vllm/models/x.py:12"
+    ]
+    assert report.text([found]).count("of no field") == 1
+    assert "aten.add.Tensor" in report.text([found])
+    assert "<details open><summary>of no field" in report.to_html([found])

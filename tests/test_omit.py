@@ -388,10 +388,6 @@ def test_what_is_required_and_missing_is_an_error(how, item, says, omitted):
     options |= {"modalities": ["image"] * 2} if how is collate_groups else {"modality": "image"}
     error = raised(how, [image(1), item], FIELDS, require=["pixels"], **options)
     assert (error.item, error.omitted) == (1, omitted)
-    if how is collate_groups and says != "no such field":
-        # Met while it was grouped.
-        assert type(error) is CollateTypeError
-        return
     assert type(error) is CollateKeyError
     assert (error.field, error.missing) == ("pixels", ("pixels",))
     assert f"modality 'image', item 1: lacks 'pixels' ({says}), which is required" in str(error)
@@ -592,3 +588,18 @@ def test_other_attribute_errors_of_the_plugin_get_no_such_note():
 def test_the_names_are_public():
     for name in ("OMITTED", "Present"):
         assert name in mmcollate.__all__
+
+
+@pytest.mark.parametrize("lost", [None, OMITTED])
+def test_groups_without_what_is_required_say_so_as_collate_does(lost):
+    fields = {"p": Flat(), "g": Batched(keep_on_cpu=True)}
+    items = [{"p": torch.ones(2), "g": torch.ones(1)}, {"p": lost, "g": torch.ones(1)}]
+    with pytest.raises(CollateKeyError, match="item 1: lacks 'p'") as caught:
+        list(collate_groups(items, fields, require=["p"]))
+    assert caught.value.missing == ("p",)
+    assert caught.value.item == 1
+
+
+def test_a_required_name_that_is_none_is_said():
+    with pytest.raises(CollateTypeError, match="require has list of 1, expected the names"):
+        collate([], {"p": Flat()}, require=[["p"]])

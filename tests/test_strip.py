@@ -596,3 +596,57 @@ def test_replaced_features_keep_their_class_and_what_it_adds():
     [left] = strip_covered([one], 4, positions_needed=False).features
     assert left == replace(one, data=None)
     assert (type(left), left.extra) == (Spec, 5)
+
+
+@dataclass(slots=True)
+class Slotted:
+    data: Any
+    mm_position: Any
+    modality: str = "image"
+
+
+class WithoutSlots(Slotted):
+    """Has a dict of its own, and what counts is not in it."""
+
+
+class Properties:
+    """Shows what an inner object has."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    data = property(lambda self: self._inner.data)
+    mm_position = property(lambda self: self._inner.mm_position)
+    modality = "image"
+
+
+@pytest.mark.parametrize("positions_needed", [False, True])
+@pytest.mark.parametrize("form", ["namespace", "slots", "properties"])
+@pytest.mark.parametrize("edit", ["in place", "replaced"])
+def test_a_feature_that_moved_is_no_longer_covered(form, edit, positions_needed):
+    def feature(offset: int) -> Any:
+        position = SimpleNamespace(offset=offset, length=4)
+        plain = SimpleNamespace(data={"p": torch.ones(4)}, mm_position=position, modality="image")
+        if form == "namespace":
+            return plain
+        if form == "slots":
+            return WithoutSlots(plain.data, position)
+        return Properties(plain)
+
+    features = [feature(0), feature(4)]
+    policy = Copied({"p": mmcollate.Flat()})
+    prefix = mmcollate.CoveredPrefix(positions_needed=positions_needed, policy=policy)
+    assert prefix.strip(features, 8).num_stripped == 2
+    if edit == "in place":
+        features[1].mm_position.offset = 100
+    else:
+        inner = features[1]._inner if form == "properties" else features[1]
+        inner.mm_position = SimpleNamespace(offset=100, length=4)
+    assert prefix.strip(features, 8).num_stripped == 1
+
+
+class Copied(mmcollate.FeaturePolicy):
+    def with_payload(self, feature: Any, payload: Any) -> Any:
+        return SimpleNamespace(
+            data=payload, mm_position=feature.mm_position, modality=feature.modality
+        )

@@ -251,9 +251,15 @@ def collate_groups(
         start = first
         while start < stop:
             context = _Context(modality, start)
-            end, batch, plan = core.next_group(
-                sequence, start, stop, known, device, pin_memory, context, backend is not None
-            )
+            try:
+                end, batch, plan = core.next_group(
+                    sequence, start, stop, known, device, pin_memory, context, backend is not None
+                )
+            except errors.MMCollateError:
+                # It may be what is required that the core can't read.
+                if required:
+                    presence.check_required(given[start:stop], required, context)
+                raise
             if required:
                 presence.check_required(given[start:end], required, context)
             if batch is None:

@@ -48,6 +48,10 @@ def _names(names: Any, fields: Mapping[str, Field] | None) -> list[str]:
         )
     listed = list(names)
     for name in listed:
+        if not isinstance(name, str):
+            raise errors.CollateTypeError(
+                f"require has {errors.describe(name)}, expected the names of fields"
+            )
         if isinstance(fields, Mapping) and name not in fields:
             raise errors.CollateKeyError(
                 f"{errors.where(None, name)}: required, but not declared; the fields are"

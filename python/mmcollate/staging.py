@@ -129,6 +129,7 @@ class Transfer:
         self._sent = 0
         self._to_send = sum(stop - start for _, start, stop in self._runs)
         self._waited = 0.0
+        self._direct_are_sent = not self._direct
 
     def _runs_to_gather(self) -> list[tuple[int, int, int]]:
         """``(part, start, stop)`` of the host layout, without what is copied directly."""
@@ -168,6 +169,7 @@ class Transfer:
             source = one.leaf.detach().reshape(-1).view(torch.uint8)
             self._backend.copy(target, source, blocking=not self._backend.copies_are_ordered)
             self._copied += one.nbytes
+        self._direct_are_sent = True
 
     def run(self) -> None:
         """Fills and copies, until all is sent.
@@ -268,6 +270,8 @@ class Transfer:
     def put(self, k: int, batch: dict[str, Any]) -> bool:
         """Puts a field into the batch, as views of the device's allocations; ``False`` if not all
         of it was sent."""
+        if not self._direct_are_sent:
+            return False
         sent = self._sent_until if self._sent < self._to_send else self._parts[-1][1]
         return self._plan.carve(k, self.buffers, sent, batch)
 

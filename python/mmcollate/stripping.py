@@ -97,7 +97,10 @@ class FeaturePolicy:
             contents: Whether those that their payloads consist of count.
         """
         parts = _attributes(features)
-        found = [x for x in map(self.payload, features) if not isinstance(x, (Omitted, type(None)))]
+        payloads = [*map(self.payload, features)]
+        # Not all that a feature shows is an attribute of its own: there are slots and properties.
+        parts += payloads
+        found = [x for x in payloads if not isinstance(x, (Omitted, type(None)))]
         # The dict within a UserDict is read ten times as fast.
         if all(issubclass(kind, UserDict) for kind in set(map(type, found))):
             found = [*map(_data_of, found)]
@@ -271,7 +274,8 @@ class CoveredPrefix:
             if not _are_same(features[start:stop], run.features):
                 return False
             if not self._frozen and (
-                not _are_same(self._parts(run.features), run.parts)
+                [*map(self._policy.end, run.features)] != run.ends
+                or not _are_same(self._parts(run.features), run.parts)
                 or not _are_same(self._parts(self._left[start:stop]), run.left_parts)
             ):
                 return False
@@ -287,8 +291,9 @@ class CoveredPrefix:
             return
         left = [result.feature for result in covered]
         features = features[: len(left)]
+        ends = [*map(self._policy.end, features)]
         parts = ([], []) if self._frozen else (self._parts(features), self._parts(left))
-        self._runs.append(_Run(features, *parts))
+        self._runs.append(_Run(features, ends, *parts))
         self._left += left
         for result in covered:
             stripped, nbytes = self._sums[-1]
@@ -301,6 +306,8 @@ class _Run(NamedTuple):
     object can have their place in memory."""
 
     features: list[Any]
+    ends: list[int]
+    """Where their tokens end, which an edit of a position in place changes."""
     parts: list[Any]
     left_parts: list[Any]
 

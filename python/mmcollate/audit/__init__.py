@@ -137,7 +137,7 @@ def audit(
         CollateRuntimeError: Called by a forward that is being audited.
     """
     runs = _checked_runs(batches, fields, modality, keep_on_cpu or {})
-    modules = _modules_of(forward) if modules is None else list(modules)
+    modules = _modules_of(forward) if modules is None else _checked_modules(modules)
     recorders = {run.modality: Recorder(boundary=_call.__code__) for run in runs}
     errors: dict[str, str] = {}
     with _alone():
@@ -182,6 +182,10 @@ def _checked_runs(
         raise CollateTypeError(
             f"batches are {describe(batches)}, expected an iterable of batches; put a single one"
             " into a list"
+        )
+    if not isinstance(flags, Mapping) or not all(type(x) is bool for x in flags.values()):
+        raise CollateTypeError(
+            f"keep_on_cpu is {describe(flags)}, expected a mapping from field name to True or False"
         )
     if not isinstance(fields, Mapping):
         raise CollateTypeError(
@@ -248,6 +252,12 @@ def _of_partial(forward: Any) -> Any:
     while isinstance(forward, functools.partial):
         forward = forward.func
     return forward
+
+
+def _checked_modules(modules: Any) -> list[torch.nn.Module]:
+    if isinstance(modules, torch.nn.Module) or not isinstance(modules, Iterable):
+        raise CollateTypeError(f"modules are {describe(modules)}, expected a list of modules")
+    return list(modules)
 
 
 def _modules_of(forward: Any) -> list[torch.nn.Module]:

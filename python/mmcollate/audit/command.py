@@ -76,9 +76,11 @@ def finish(reports: Sequence[ModelReport], options: argparse.Namespace) -> int:
     print(report.text(reports, everything=options.all), end="")
     try:
         if options.json is not None:
-            options.json.write_text(report.to_json(reports))
+            options.json.write_text(report.to_json(reports), encoding="utf-8")
         if options.html is not None:
-            options.html.write_text(report.to_html(reports))
+            page = report.to_html(reports)
+            # A line of the model's that is no text is shown with its bytes spelt out.
+            options.html.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         return _cannot(str(error))
     failures = report.fails(reports, options.fail_on)

@@ -53,7 +53,11 @@ def _says_where_it_runs(error: Exception) -> bool:
     """Whether torch looked at the devices before there was an operation: it chose a kernel that the
     CPU has not, or refuses a mixture."""
     text = str(error)
-    return "from the 'CPU' backend" in text or "to be on the same device" in text
+    return (
+        "from the 'CPU' backend" in text
+        or "on the same device" in text
+        or ("all tensors to have the same device" in text)
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,11 +12,11 @@ VERSION = 1
 """Of the shape of the JSON."""
 
 CONDITIONS: dict[str, str] = {
-    "mismatch": "a kept field meets a device tensor in one operation",
+    "mismatch": "a tensor on the CPU meets one on the device in one operation",
     "sync": "the host reads a field that is on the device",
     "could-be-kept": "a field goes to the device, and only the host reads it",
     "restored": "a kept field is copied to the device by the model",
-    "blocking": "a kept field is copied to the device, and the host waits for it",
+    "blocking": "a field is copied to or from the device, and the host waits for it",
     "unused": "nothing reads a field",
     "error": "a forward ended early",
     "any": "any of these",
@@ -62,8 +62,15 @@ def _failures(report: ModelReport) -> Iterator[tuple[str, str]]:
             yield condition, f"{what}: {field.verdict}: {field.reason}"
         for event in [e for e in field.events if e.non_blocking is False][:1]:
             yield "blocking", f"{what}: blocking: {_at(event)}"
+    for event in own_mismatches(report):
+        yield "mismatch", f"{report.model}: mismatch of no field: {_at(event)}"
     if report.error is not None:
         yield "error", f"{report.model}: error: {report.error}"
+
+
+def own_mismatches(report: ModelReport) -> list[Event]:
+    """Mismatches of tensors that stem from no field: the model's own."""
+    return [event for event in report.other_events if event.kind == "mismatch"]
 
 
 def _at(event: Event) -> str:
@@ -184,8 +191,8 @@ def text(reports: Iterable[ModelReport], *, everything: bool = False) -> str:
     """A table for each model, and under it what its findings are made of.
 
     Args:
-        everything: Whether to show the events of fields that are right, and of tensors that stem
-            from no field, too.
+        everything: Whether to show the events of fields that are right, and those of tensors that
+            stem from no field and are no mismatch, too.
     """
     return "\n".join(_text(report, everything) for report in reports)
 
@@ -200,8 +207,9 @@ def _text(report: ModelReport, everything: bool) -> str:
             events = field.events if everything else finding_events(field)
             head = f"{field.field} ({field.modality}): {field.verdict}\n  {field.reason}"
             parts.append("\n".join([head, *map(_event_text, events)]))
-    if everything and report.other_events:
-        parts.append("\n".join(["of no field", *map(_event_text, report.other_events)]))
+    others = report.other_events if everything else own_mismatches(report)
+    if others:
+        parts.append("\n".join(["of no field", *map(_event_text, others)]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -255,7 +263,8 @@ def _section(report: ModelReport) -> str:
     parts += [_details(field) for field in report.fields]
     if report.other_events:
         events = "\n".join(map(_event_html, report.other_events))
-        parts.append(f"<details><summary>of no field</summary>\n{events}\n</details>")
+        opened = " open" if own_mismatches(report) else ""
+        parts.append(f"<details{opened}><summary>of no field</summary>\n{events}\n</details>")
     return "<section>\n" + "\n".join(parts) + "\n</section>"
 
 

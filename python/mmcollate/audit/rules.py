@@ -208,8 +208,8 @@ class Rules:
 
     def failed(self, site: Site | None) -> None:
         """The model raised: refused, if it had just asked where a tensor is, in this line or in a
-        condition above it."""
-        if self._asked is None or site is None:
+        condition above it, and did so itself: what torch raises there has other reasons."""
+        if self._asked is None or site is None or not site.source.startswith(("raise", "assert")):
             return
         label, op, stack = self._asked
         asked = stack[0] if stack else None
