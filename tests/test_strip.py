@@ -33,7 +33,9 @@ from mmcollate import (
 )
 from mmcollate.integrations import vllm as plugin
 from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
     MultiModalFeatureSpec,
+    MultiModalFieldElem,
     MultiModalKwargsItem,
     PlaceholderRange,
 )
@@ -650,3 +652,16 @@ class Copied(mmcollate.FeaturePolicy):
         return SimpleNamespace(
             data=payload, mm_position=feature.mm_position, modality=feature.modality
         )
+
+
+def test_a_marker_in_the_place_of_an_element_is_left_out():
+    element = MultiModalFieldElem(data=torch.ones(2), field=MultiModalBatchedField())
+    whole = MultiModalKwargsItem({"p": element, "q": element})
+    lean = MultiModalKwargsItem({"p": mmcollate.OMITTED, "q": element})
+    batch, indices = mmcollate.collate([whole, lean], missing="omit")
+    assert indices == {"p": [0], "q": [0, 1]}
+    assert batch["p"].shape == (1, 2)
+    with pytest.raises(mmcollate.CollateKeyError, match="item 1: lacks 'p'"):
+        mmcollate.collate([whole, lean], require=["p"])
+    features = [SimpleNamespace(data=item, modality="image") for item in (whole, lean)]
+    assert mmcollate.gather_field(features, "p")[1] in (None, mmcollate.OMITTED)

@@ -93,13 +93,18 @@ def of_modality(required: _Required, modality: str | None) -> Sequence[str]:
 
 def _value(item: Mapping[str, Any], name: str) -> Any:
     element = item.get(name, _ABSENT)
-    return element.data if _is_vllm_item(item) and element is not _ABSENT else element
+    return _of_element(element) if _is_vllm_item(item) else element
+
+
+def _of_element(element: Any) -> Any:
+    """The value of an element of vLLM's, or what stands in its place."""
+    return element if any(element is x for x in (None, OMITTED, _ABSENT)) else element.data
 
 
 def values_of(item: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The item's names and values."""
     if _is_vllm_item(item):
-        return [(name, element.data) for name, element in item.items()]
+        return [(name, _of_element(element)) for name, element in item.items()]
     return list(item.items())
 
 

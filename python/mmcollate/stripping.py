@@ -76,7 +76,8 @@ class FeaturePolicy:
 
     def value(self, element: Any) -> Any:
         """What collation takes of an element."""
-        return element.data if self.fields is None else element
+        stands_in = element is None or element is OMITTED
+        return element.data if self.fields is None and not stands_in else element
 
     def with_payload(self, feature: Any, payload: Any) -> Any:
         """A copy of the feature that has this payload; the feature is not changed."""
