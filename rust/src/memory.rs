@@ -73,7 +73,8 @@ impl Allocation {
         if let Some(mapping) = WARM.take(layout.size()) {
             return Some(Self::of_mapping(layout, mapping));
         }
-        // Mostly mapped afresh, too, and no page of it touched: some 5 us here and to free it.
+        // Mostly mapped afresh, too, and hardly touched: to take, ask and free it takes 30 us at
+        // most, where the copy takes 10 ms.
         if let Some(block) = Self::of_allocator(layout).filter(Self::has_its_pages) {
             return Some(block);
         }

@@ -106,8 +106,10 @@ def audit(
     """Runs a model on batches as if on a GPU, and judges the placement of each field.
 
     The model and the batches are as before afterwards, also if the forward raises: it works on
-    copies of the batches, writes to weights are undone, attributes set are taken back. Random
-    numbers come from a copy of the generator's state. Gradients are off. Only one audit runs at a
+    copies of the batches' tensors, writes to weights are undone, attributes set on modules, and what
+    is put into their lists and dicts, taken back. What the forward stores elsewhere, or writes to
+    numpy arrays of a batch, stays. torch's random numbers come from a copy of its generator's
+    state. Gradients are off. Only one audit runs at a
     time in a process; other threads wait, and see ``torch.cuda`` answer as with one GPU.
 
     Args:
@@ -120,7 +122,8 @@ def audit(
         modality: Of the batches that come without one.
         keep_on_cpu: Flags to try in place of the fields' own.
         modules: Whose weights are on the device; by default ``forward`` itself, or the module
-            whose method it is.
+            whose method it is. Of any other function none are, and a field that meets only weights
+            is then judged as if the model ran on the CPU: name them.
         attributes: Whether tensors that are plain attributes of the modules are on the device too,
             and devices among the attributes name it: as in engines that build their models there.
             ``Module.to`` leaves both as they are.
