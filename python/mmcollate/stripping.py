@@ -42,8 +42,8 @@ class FeaturePolicy:
 
     dropped: Any = None
     """What a feature has in the place of a payload of which nothing is left: as in vLLM ``None``;
-    ``mmcollate.OMITTED`` tells a receiver that it did not get lost, where features are pickled: vLLM's
-    own message encoding does not carry it."""
+    ``mmcollate.OMITTED`` tells a receiver that it did not get lost, where features are pickled:
+    vLLM's own message encoding does not carry it."""
 
     def __init__(self, fields: Mapping[str, Field] | None = None) -> None:
         self.fields = fields

@@ -106,11 +106,11 @@ def audit(
     """Runs a model on batches as if on a GPU, and judges the placement of each field.
 
     The model and the batches are as before afterwards, also if the forward raises: it works on
-    copies of the batches' tensors, writes to weights are undone, attributes set on modules, and what
-    is put into their lists and dicts, taken back. What the forward stores elsewhere, or writes to
-    numpy arrays of a batch, stays. torch's random numbers come from a copy of its generator's
-    state. Gradients are off. Only one audit runs at a
-    time in a process; other threads wait, and see ``torch.cuda`` answer as with one GPU.
+    copies of the batches' tensors, writes to weights are undone, attributes set on modules, and
+    what is put into their lists and dicts, taken back. What the forward stores elsewhere, or writes
+    to numpy arrays of a batch, stays. torch's random numbers come from a copy of its generator's
+    state. Gradients are off. Only one audit runs at a time in a process; other threads wait, and
+    see ``torch.cuda`` answer as with one GPU.
 
     Args:
         forward: A module, a method of one, or any callable; called with a batch's fields as
