@@ -259,7 +259,6 @@ impl Job {
         if own > 0 {
             let mut done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
             *done += own;
-            // Under the lock: when the caller goes on, it may free the job.
             self.all_done.notify_all();
         }
         own
