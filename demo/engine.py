@@ -15,6 +15,8 @@ from tests.tiny_models.weights import randomize
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
+    # To compile its sampling takes longer than the demo.
+    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # Else the engine is another process, where nothing can be watched from here.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

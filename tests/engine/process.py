@@ -16,6 +16,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     # Importing vLLM takes three times as long when bytecode is not kept.
     "PYTHONDONTWRITEBYTECODE": "",
+    # Of what would be compiled, nothing runs often enough to make up for that.
+    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # Everything in one process, so that the batches are the same every time.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
