@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 from collections import UserDict
-from typing import Any
+from typing import Any, NamedTuple
 
 import mmcollate
 import numpy as np
@@ -26,11 +26,14 @@ from mmcollate import (
     MMCollateError,
     Present,
     Shared,
+    arena_stats,
     collate,
     collate_groups,
     explain,
+    presence,
     reference,
     stage,
+    staging,
 )
 from mmcollate.omitting import Omitted
 from mmcollate.testing import FakeDevice
@@ -63,11 +66,11 @@ def raised(call: Any, *args: Any, **options: Any) -> MMCollateError:
     return caught.value
 
 
-def vllm_items(items: Any) -> list[Any]:
+def vllm_items(items: Any, fields: Any = FIELDS) -> list[Any]:
     pytest.importorskip("vllm", reason="needs vLLM, which has no wheel for this Python")
     from vllm_items import from_plain
 
-    return [x if x in (None, OMITTED) else from_plain([x], FIELDS)[0] for x in items]
+    return [x if x in (None, OMITTED) else from_plain([x], fields)[0] for x in items]
 
 
 # The marker
@@ -207,7 +210,7 @@ def test_nothing_is_there(items):
     assert collate(items, FIELDS, missing="split") == []
 
 
-def by_hand(items: list[Any]) -> Present:
+def by_hand(items: list[Any], fields: Any = FIELDS) -> Present:
     """What ``"omit"`` gives, field by field, in plain torch."""
     rows = [(k, x) for k, x in enumerate(items) if x is not OMITTED]
     batch, indices = {}, {}
@@ -215,7 +218,7 @@ def by_hand(items: list[Any]) -> Present:
         there = [(k, x[name]) for k, x in rows if x[name] is not OMITTED]
         if there:
             indices[name] = [k for k, _ in there]
-            batch[name] = reference.reduce(FIELDS[name], [value for _, value in there])
+            batch[name] = reference.reduce(fields[name], [value for _, value in there])
     return Present(batch, indices)
 
 
@@ -252,6 +255,114 @@ def test_on_a_device(missing):
     device.synchronize()
     assert_same(ours, collate(items, FIELDS, missing=missing), strides=False)
     assert device.bytes_copied > 0
+
+
+SLOT = 4 << 10
+WIDE: dict[str, Any] = {
+    "pixels": Flat(),
+    "mask": Batched(),
+    "tiles": Batched(),
+    "ragged": Batched(),
+    "kept": Batched(keep_on_cpu=True),
+    "kept_flat": Flat(keep_on_cpu=True),
+    "image_embeds": Flat(),
+    "token": Shared(),
+}
+
+
+def wide_item(rng: random.Random, k: int, nbytes: int) -> dict[str, Any]:
+    """An item with about so many bytes for each of the device's fields, none of them alike."""
+    generator = torch.Generator().manual_seed(k)
+
+    def noise(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.randint(0, 120, shape, generator=generator, dtype=torch.uint8).to(dtype)
+
+    return {
+        "pixels": noise(nbytes + rng.randint(-3, 3)),
+        "mask": noise(max(nbytes // 4, 1), dtype=torch.float32),
+        "tiles": [noise(rng.randint(0, nbytes // 2 + 1)) for _ in range(rng.randint(0, 3))],
+        "ragged": noise(rng.randint(1, 3), nbytes // 8 + 1, dtype=torch.int16),
+        "kept": noise(3, dtype=torch.int64),
+        "kept_flat": noise(rng.randint(0, nbytes // 4), 2),
+        "image_embeds": noise(rng.randint(0, 2), nbytes // 4 + 1, dtype=torch.bfloat16),
+        "token": torch.arange(nbytes // 16 + 1),
+    }
+
+
+def arena_of(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+    """Arenas made from here on have so many slots; batches of any size are staged."""
+    mib = 1 << 20
+    monkeypatch.setenv("MMCOLLATE_STAGING_CHUNK_MB", repr(SLOT / mib))
+    monkeypatch.setenv("MMCOLLATE_PINNED_MAX_MB", repr(slots * SLOT / mib))
+    monkeypatch.setattr(staging, "SMALL_COUNT", 1)
+
+
+def with_gaps(rng: random.Random, nbytes: int, share: float) -> list[Any]:
+    return [
+        OMITTED
+        if rng.random() < share
+        else {
+            name: OMITTED if rng.random() < share else value
+            for name, value in wide_item(rng, k, nbytes).items()
+        }
+        for k in range(rng.randint(1, 7))
+    ]
+
+
+def as_list(found: Any) -> list[Present]:
+    return [found] if isinstance(found, Present) else found
+
+
+def expected_of(items: list[Any], missing: str) -> Any:
+    """As the reference has it, of the present items alone."""
+    if missing == "omit":
+        return by_hand(items, WIDE)
+    sets: dict[frozenset[str], list[int]] = {}
+    for k, x in enumerate(items):
+        if x is not OMITTED and (there := frozenset(n for n in x if x[n] is not OMITTED)):
+            sets.setdefault(there, []).append(k)
+    return [
+        Present(
+            reference.collate(
+                [{n: x for n, x in items[k].items() if n in names} for k in at], WIDE
+            ),
+            every([n for n in WIDE if n in names], at),
+        )
+        for names, at in sets.items()
+    ]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8, 64])
+@pytest.mark.parametrize("missing", ["omit", "split"])
+@pytest.mark.parametrize("around", [64, SLOT // 8, SLOT, 3 * SLOT])
+@pytest.mark.parametrize("by", [-1, 0, 1])
+@pytest.mark.parametrize("of_vllm", [False, True])
+def test_large_batches_with_gaps_are_staged_as_the_present_items_alone(
+    monkeypatch, of_vllm, by, around, missing, slots
+):
+    arena_of(monkeypatch, slots)
+    device = FakeDevice(delay=1e-4)
+    rng = random.Random(f"{around} {by} {missing} {slots}")
+    left = []
+    for share in (0.0, 0.2, 0.2, 0.5):
+        items = with_gaps(rng, around + by, share)
+        given, fields = (vllm_items(items, WIDE), None) if of_vllm else (items, WIDE)
+        ours = collate(given, fields, missing=missing, device=device, pin_memory=True)
+        expected = expected_of(items, missing)
+        left.append((ours, expected))
+        # What is kept on the CPU is there at once.
+        for mine, other in zip(*map(as_list, (ours, expected)), strict=True):
+            for name in {"kept", "kept_flat"} & {*other.batch}:
+                assert_same(mine.batch[name], other.batch[name], strides=False)
+    # The device reads late: a slot that was used again too early would show.
+    device.synchronize()
+    for ours, expected in left:
+        assert_same(ours, expected, strides=False)
+    few = 1 if around < SLOT else min(slots, 2)
+    assert few * SLOT <= device.peak_pinned_bytes <= slots * SLOT
+    stats = arena_stats(device)
+    assert (stats["leased"], stats["in_flight"]) == (0, 0)
+    assert mmcollate.stats()["fields"]["stage"] > 0
 
 
 @pytest.mark.parametrize(
@@ -472,6 +583,11 @@ def test_an_item_left_out_of_a_required_field_is_left_out_of_all():
         collate, [*items, image(4, pixels=None)], FIELDS, missing="omit", require=["pixels"]
     )
     assert (error.item, error.omitted) == (4, False)
+    without = {name: value for name, value in image(5).items() if name != "pixels"}
+    for call, how in ((collate, {"missing": "omit"}), (collate, {}), (collate_groups, {})):
+        error = raised(call, [image(1), without], FIELDS, require=["pixels"], **how)
+        assert (error.item, error.missing, error.omitted) == (1, ("pixels",), False)
+        assert "lacks 'pixels' (no such field), which is required" in str(error)
     # Split batches are all to be used.
     error = raised(collate, items, FIELDS, missing="split", require=["pixels"])
     assert (error.item, error.omitted) == (1, True)
@@ -507,6 +623,307 @@ def test_a_marker_in_vllm_items_is_an_error(name, device):
             error = raised(call, vllm_items(items), device=device)
             assert (type(error), error.field, error.item) == (CollateTypeError, name, at)
             assert error.omitted
+
+
+class Listed(list):  # type: ignore[type-arg]
+    """A list of another class."""
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def in_itself() -> list[Any]:
+    value: list[Any] = [1]
+    value += [value, [value, OMITTED]]
+    return value
+
+
+def very_deep() -> list[Any]:
+    value: list[Any] = [OMITTED]
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
+WITHIN: dict[str, Any] = {
+    "list": [1, OMITTED],
+    "tuple": (OMITTED,),
+    "dict": {"a": OMITTED},
+    "deep": [torch.ones(2), [("a", {"b": [OMITTED]})]],
+    "beside tensors": [torch.ones(2), OMITTED],
+    "list subclass": Listed([OMITTED]),
+    "tuple subclass": Pair(1, OMITTED),
+}
+BOUND = {"cpu": lambda: "cpu", "none": lambda: None, "device": FakeDevice}
+KINDS = {"batched": Batched, "flat": Flat, "shared": Shared}
+
+
+ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "omit": (collate, {"missing": "omit", "modality": "image"}),
+    "split": (collate, {"missing": "split", "modality": "image"}),
+    "require": (collate, {"require": ["pixels"], "modality": "image"}),
+    "staged": (stage, {"require": ["pixels"], "modality": "image"}),
+    "groups": (collate_groups, {"missing": "split", "modalities": ["image"] * 2}),
+    "groups require": (collate_groups, {"require": ["pixels"], "modalities": ["image"] * 2}),
+}
+
+
+@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_marker_within_a_value_of_vllm_items_is_an_error(asked, kind, keep, within):
+    if (kind, within) == ("flat", "dict"):
+        return  # joined of a dict are its names alone
+    items = with_value(kind, keep, within)
+    before = [dict(item) for item in items]
+    at = 0 if kind == "shared" else 1
+    call, how = ASKED[asked]
+    for to in BOUND if call is not stage else ["device"]:
+        target = {"device": BOUND[to]()}
+        if call is not stage:
+            target["pin_memory"] = to == "device"
+        error = raised(call, items, **how, **target)
+        assert type(error) is CollateTypeError
+        assert (error.modality, error.field, error.item, error.omitted) == ("image", "x", at, True)
+        assert f"field 'x', item {at}: found OMITTED within a value" in str(error)
+    assert [dict(item) for item in items] == before
+
+
+def with_value(kind: str, keep: bool, within: str) -> list[Any]:
+    """Two items; the value of the second, or of both if it is shared, has a marker in it."""
+    fields = {"pixels": Flat(), "x": KINDS[kind](keep_on_cpu=keep)}
+    value = WITHIN[within]
+    other = value if kind == "shared" else [1]
+    pytest.importorskip("vllm", reason="needs vLLM, which has no wheel for this Python")
+    from vllm_items import from_plain
+
+    return from_plain([{"pixels": torch.ones(2, 4), "x": x} for x in (other, value)], fields)
+
+
+@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_asking_nothing_looks_into_lists(kind, within):
+    """It would take longer than to collate them."""
+    items = with_value(kind, True, within)
+    from mmcollate.integrations import vllm as plugin
+
+    assert_same(collate(items), plugin.originals()._batch_mm_items(items))
+
+
+def test_an_exception_of_vllm_is_not_blamed_on_a_marker_within_another_value():
+    from vllm_items import batched, flat, item
+
+    mixed = [item(x=flat(torch.ones(2), dim=1)), item(x=flat([torch.ones(2)], dim=1))]
+    with pytest.raises(AssertionError, match="nested list"):
+        list(collate_groups([*mixed, item(y=batched([OMITTED]))]))
+
+
+@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_marker_within_a_value_is_an_error_in_plain_items_too(kind, within):
+    items = [{"x": [1]}, {"x": WITHIN[within]}]
+    if kind == "shared":
+        items = items[1:]
+    for call in (collate, collate_groups, explain):
+        error = raised(call, items, {"x": KINDS[kind]()})
+        assert (error.field, error.item) == ("x", len(items) - 1)
+        assert (type(error), error.omitted) == (CollateTypeError, True)
+        assert "found OMITTED within a value" in str(error)
+
+
+@pytest.mark.parametrize("value", [in_itself, very_deep])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_marker_is_found_in_a_list_without_end(kind, value):
+    from vllm_items import from_plain
+
+    found = value()
+    fields = {"x": KINDS[kind]()}
+    items = from_plain([{"x": [1]}, {"x": found}], fields)
+    if kind == "shared":
+        items = items[1:]
+    error = raised(collate, items, require=["x"])
+    assert (type(error), error.field, error.item) == (CollateTypeError, "x", len(items) - 1)
+
+
+def test_lists_without_a_marker_are_passed_on():
+    """Also where looking into them has to end."""
+    from vllm_items import batched, item
+
+    cyclic: list[Any] = [1]
+    cyclic += [cyclic, (cyclic, {"a": cyclic})]
+    [found] = collate([item(x=batched(cyclic))], require=["x"])["x"]
+    assert found is cyclic
+    often: Any = [0]
+    for _ in range(100):
+        often = [often] * 10
+    [found] = collate([item(x=batched(often))], require=["x"])["x"]
+    assert found is often
+
+
+@pytest.mark.parametrize("missing", ["omit", "split"])
+def test_what_is_within_a_value_is_not_left_out_with_it(missing):
+    items = [image(1), OMITTED, image(2, name=[OMITTED]), image(3, name=OMITTED)]
+    for given, fields in ((items, FIELDS), (vllm_items(items), None)):
+        error = raised(collate, given, fields, missing=missing)
+        assert (type(error), error.field, error.item) == (CollateTypeError, "name", 2)
+        assert "put OMITTED in the place of the whole value" in str(error)
+        error = raised(collate_groups, given, fields, missing="split")
+        assert (type(error), error.field, error.item) == (CollateTypeError, "name", 2)
+
+
+def test_a_marker_that_an_iterator_gives_is_an_error():
+    from vllm_items import flat, item
+
+    error = raised(collate, [item(x=flat([1])), item(x=flat(iter([OMITTED])))], require=["x"])
+    assert (type(error), error.field, error.item) == (CollateTypeError, "x", None)
+
+
+def test_a_marker_in_items_of_a_subclass_is_an_error():
+    pytest.importorskip("vllm", reason="needs vLLM, which has no wheel for this Python")
+    from vllm.multimodal.inputs import MultiModalKwargsItem
+    from vllm_items import batched, item
+
+    class Item(MultiModalKwargsItem):
+        pass
+
+    whole = item(x=batched(1))
+    for gone in (OMITTED, batched(OMITTED)):
+        exact = [whole, MultiModalKwargsItem({"x": gone})]
+        assert raised(collate, exact).item == raised(collate_groups, exact).item == 1
+        for items in ([whole, Item({"x": gone})], [Item(whole), MultiModalKwargsItem({"x": gone})]):
+            for call in (collate, collate_groups):
+                error = raised(call, items)
+                assert (type(error), error.field, error.item) == (CollateTypeError, "x", 1)
+    items = [whole, Item({"x": batched([OMITTED])})]
+    assert collate(items) == {"x": [1, [OMITTED]]}
+    error = raised(collate, items, require=["x"])
+    assert (type(error), error.field, error.item) == (CollateTypeError, "x", 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"missing": "omit"}, {"require": ["x"]}])
+def test_what_is_no_element_raises_what_vllm_raises(options):
+    pytest.importorskip("vllm", reason="needs vLLM, which has no wheel for this Python")
+    from mmcollate.integrations import vllm as plugin
+    from vllm.multimodal.inputs import MultiModalKwargsItem
+    from vllm_items import batched, item
+
+    items = [item(x=batched(1)), MultiModalKwargsItem({"x": 3})]
+    with pytest.raises(AttributeError) as expected:
+        list(plugin.originals().group_and_batch_mm_items(items))
+    with pytest.raises(AttributeError) as caught:
+        collate(items, **options)
+    assert str(caught.value) == str(expected.value)
+
+
+def test_subclasses_of_vllm_items_are_picked_from_as_vllm_strips_them():
+    pytest.importorskip("vllm", reason="needs vLLM, which has no wheel for this Python")
+    from vllm.multimodal.inputs import MultiModalKwargsItem
+
+    class Item(MultiModalKwargsItem):
+        def __init__(self, elements: Any, *, name: str) -> None:
+            super().__init__(elements)
+            self.name = name
+
+    items = [image(1), lean(2), image(3)]
+    given = [Item(x, name="mine") for x in vllm_items(items)]
+    before = [dict(x) for x in given]
+    for missing in ("omit", "split"):
+        assert_same(collate(given, missing=missing), collate(items, FIELDS, missing=missing))
+    groups = [(g.num_items, g.batch) for g in collate_groups(given, missing="split")]
+    assert_same(
+        groups, [(g.num_items, g.batch) for g in collate_groups(items, FIELDS, missing="split")]
+    )
+    assert [dict(x) for x in given] == before
+    assert type(presence.only(given[0], ["grid"])) is MultiModalKwargsItem
+
+
+# vLLM's own message encoding
+
+
+def payload_of_a_feature(gone: Any) -> tuple[Any, Any]:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    place = PlaceholderRange(offset=0, length=4)
+    return MultiModalFeatureSpec(gone, "image", "id", place), MultiModalFeatureSpec
+
+
+def item_among_items(gone: Any) -> tuple[Any, Any]:
+    from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems
+
+    items = [MultiModalKwargsItem.dummy(), gone]
+    return MultiModalKwargsItems({"image": items}), MultiModalKwargsItems
+
+
+def element_of_an_item(gone: Any) -> tuple[Any, Any]:
+    from vllm.multimodal.inputs import MultiModalKwargsItem
+
+    return MultiModalKwargsItem({"x": gone}), MultiModalKwargsItem
+
+
+def value_of_an_element(gone: Any) -> tuple[Any, Any]:
+    from vllm_items import batched
+
+    return element_of_an_item(batched(gone))
+
+
+def value_within_a_list(gone: Any) -> tuple[Any, Any]:
+    return value_of_an_element([torch.ones(2), [1, gone]])
+
+
+PLACES = [
+    payload_of_a_feature,
+    item_among_items,
+    element_of_an_item,
+    value_of_an_element,
+    value_within_a_list,
+]
+
+
+@pytest.mark.parametrize("insecure", ["0", "1"])
+@pytest.mark.parametrize("place", PLACES)
+def test_vllm_messages_refuse_a_marker_wherever_it_is(place, insecure, monkeypatch):
+    pytest.importorskip("vllm", reason="needs vLLM, which has no wheel for this Python")
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", insecure)
+    value, kind = place(OMITTED)
+    encoder, decoder = MsgpackEncoder(), MsgpackDecoder(kind)
+    if place is payload_of_a_feature and insecure == "1":
+        encoded = encoder.encode(value)  # pickled, into a message that can't be read
+        with pytest.raises(AttributeError, match="'Omitted' object"):
+            decoder.decode(encoded)
+    else:
+        with pytest.raises((TypeError, AttributeError), match="Omitted"):
+            encoder.encode(value)
+    # Neither is the worse for it.
+    other, kind = payload_of_a_feature(None)
+    assert MsgpackDecoder(kind).decode(encoder.encode(other)) == other
+    assert pickle.loads(pickle.dumps(OMITTED)) is OMITTED
+
+
+def test_vllm_memory_for_items_refuses_a_marker():
+    pytest.importorskip("vllm", reason="needs vLLM, which has no wheel for this Python")
+    from vllm.distributed.device_communicators.shm_object_storage import MsgpackSerde
+
+    for place in (value_of_an_element, value_within_a_list, element_of_an_item):
+        with pytest.raises((TypeError, AttributeError), match="Omitted"):
+            MsgpackSerde().serialize(place(OMITTED)[0])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_vllm_pickles_carries_a_marker(place):
+    pytest.importorskip("vllm", reason="needs vLLM, which has no wheel for this Python")
+    value, _ = place(OMITTED)
+    found = pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+    held: Any = found
+    while held is not OMITTED:
+        if hasattr(held, "mm_position") or hasattr(held, "field"):
+            held = held.data
+        else:
+            held = list(held.values())[-1] if hasattr(held, "values") else held[-1]
 
 
 def test_vllm_items_that_are_not_there():

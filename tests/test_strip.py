@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
+from functools import partial
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -80,6 +83,33 @@ def image(offset: int, value: int = 0) -> MultiModalFeatureSpec:
     )
 
 
+class Item(MultiModalKwargsItem):
+    """An item of another class, which is not made as vLLM's is."""
+
+    def __init__(self, elements: Any, *, name: str) -> None:
+        super().__init__(elements)
+        self.name = name
+
+
+@dataclass
+class Spec(MultiModalFeatureSpec):
+    """A feature with more than vLLM's has: given, derived, and set later."""
+
+    extra: int = 0
+    has_data: bool = field(init=False)
+    seen: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.has_data = self.data is not None
+
+
+ITEMS: list[Callable[[Any], Any]] = [
+    MultiModalKwargsItem,
+    partial(Item, name="mine"),
+    dict,
+    partial(defaultdict, list),
+]
+
 DROPPED = {False: 120, True: 96}
 """Bytes of an :func:`image` that are dropped, without positions and with."""
 
@@ -90,11 +120,15 @@ def random_features(rng: random.Random) -> list[MultiModalFeatureSpec]:
         at += rng.randint(0, 3)
         length = rng.randint(0, 5)
         names = rng.sample(sorted(FIELDS), rng.randint(0, len(FIELDS)))
-        data = rng.choice(
-            [item(**{name: FIELDS[name](rng) for name in names})] * 6 + [None, address()]
-        )
+        data = rng.choice([{name: FIELDS[name](rng) for name in names}] * 6 + [None, address()])
+        if data is not None:
+            data = rng.choice(ITEMS)(data)
         kind = rng.choice(["image", "video", "audio"])
-        features.append(feature(data, at, length, modality=kind, mm_hash=rng.choice([None, "h"])))
+        one = feature(data, at, length, modality=kind, mm_hash=rng.choice([None, "h"]))
+        if rng.random() < 0.3:
+            one = Spec(**vars(one), extra=rng.randint(1, 9))
+            one.seen = 1
+        features.append(one)
         at += length
     if rng.random() < 0.2:
         rng.shuffle(features)
@@ -115,8 +149,8 @@ def assert_as_vllm(ours: Stripped, features: list[Any], computed: int, positions
     for mine, other, original in zip(ours.features, theirs, features, strict=True):
         assert (mine is original) == (other is original)
         assert type(mine) is type(other)
-        for name in ("modality", "identifier", "mm_position", "mm_hash"):
-            assert getattr(mine, name) is getattr(other, name)
+        assert list(vars(mine)) == list(vars(other))
+        assert all(vars(mine)[name] is vars(other)[name] for name in vars(other) if name != "data")
         assert type(mine.data) is type(other.data)
         if other.data is not None:
             assert list(mine.data) == list(other.data)
@@ -207,6 +241,226 @@ def test_bytes_of_all_that_has_some():
     )
     found = strip_covered([feature(data)], 4, positions_needed=False)
     assert found.bytes_dropped == 6 + 8 + 3 + 5 + 4
+
+
+class Refuses:
+    @property
+    def nbytes(self) -> int:
+        raise RuntimeError("not now")
+
+
+def nested_in_itself() -> list[Any]:
+    value: list[Any] = [torch.ones(2)]
+    value.append(value)
+    return value
+
+
+def very_deep() -> list[Any]:
+    value: list[Any] = [torch.ones(2)]
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize(
+    ("data", "nbytes"),
+    [
+        (nested_in_itself, 8),
+        (very_deep, 8),
+        (lambda: torch.eye(2).to_sparse(), 0),
+        (lambda: torch.ones(3, device="meta"), 12),
+        (lambda: [Refuses(), torch.Tensor, np.ndarray, torch.ones(1)], 4),
+        (lambda: SimpleNamespace(nbytes="many"), 0),
+        (lambda: iter([1]), 0),
+    ],
+)
+def test_what_can_not_be_counted_is_stripped_all_the_same(data, nbytes, positions):
+    value = data()
+    features = [feature(item(x=batched(value)))]
+    found = strip_covered(features, 4, positions_needed=positions)
+    [theirs] = strip_covered_mm_data(features, 4, uses_mrope=positions)
+    assert found.features == [theirs]
+    assert (found.num_stripped, found.bytes_dropped) == (1, nbytes)
+    if hasattr(value, "__next__"):
+        assert list(value) == [1]
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize(
+    ("offset", "length"),
+    [
+        (0, 0),
+        (4, 0),
+        (-9, 3),
+        (0.5, 3.75),
+        (2.0, 2.0),
+        (np.int32(1), np.uint8(3)),
+        (torch.tensor(1), torch.tensor(3)),
+        (0, 10**30),
+        (True, True),
+    ],
+)
+def test_unusual_positions_are_taken_as_vllm_takes_them(offset, length, positions):
+    one = feature(image(0).data, offset, length)
+    prefix = CoveredPrefix(positions_needed=positions)
+    for computed in (1, 2, 4, 5, 3, 10**15):
+        for found in (
+            strip_covered([one], computed, positions_needed=positions),
+            prefix.strip([one], computed),
+        ):
+            assert_as_vllm(found, [one], computed, positions)
+
+
+def test_one_feature_several_times_and_places_that_overlap():
+    one, other = image(0), image(2)
+    features = [other, one, one, image(1), other]
+    for positions in (False, True):
+        prefix = CoveredPrefix(positions_needed=positions)
+        for computed in (4, 5, 6, 4, 0, 6):
+            assert_as_vllm(prefix.strip(features, computed), features, computed, positions)
+            found = strip_covered(iter(features), computed, positions_needed=positions)
+            assert_as_vllm(found, features, computed, positions)
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_a_mask_of_embeddings_changes_nothing(positions):
+    mask = torch.tensor([False, True, True, False])
+    place = PlaceholderRange(offset=2, length=4, is_embed=mask)
+    one = replace(image(0), mm_position=place)
+    for computed in (4, 5, 6):
+        found = strip_covered([one], computed, positions_needed=positions)
+        assert_as_vllm(found, [one], computed, positions)
+        assert found.features[0].mm_position.is_embed is mask
+
+
+class SaysAddress(MultiModalKwargsItem):
+    """Has an address by what it says, which vLLM asks, and not by what it holds."""
+
+    def __contains__(self, name: object) -> bool:
+        return name == "address" or super().__contains__(name)
+
+
+def test_addresses_are_what_vllm_takes_for_them():
+    for data in (Item(address(), name="a"), dict(address()), SaysAddress(image(0).data)):
+        one = feature(data)
+        for positions in (False, True):
+            found = strip_covered([one], 4, positions_needed=positions)
+            assert_as_vllm(found, [one], 4, positions)
+            assert found.features[0] is one
+
+
+@dataclass(frozen=True)
+class Frozen:
+    data: Any
+    mm_position: Any
+    derived: Any = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "derived", "full" if self.data else "empty")
+
+
+@dataclass(slots=True)
+class WithSlots(MultiModalFeatureSpec):
+    extra: int = 0
+
+
+@dataclass
+class Asks(MultiModalFeatureSpec):
+    """Can't be made again from what it has."""
+
+    more: InitVar[int] = field(kw_only=True)
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_a_dataclass_is_copied_as_vllm_copies_it(positions):
+    whole = image(0)
+    place = whole.mm_position
+    features = [
+        Frozen(whole.data, place),
+        WithSlots(**vars(whole), extra=3),
+        Spec(**vars(whole), extra=4),
+    ]
+    features[2].seen = 5
+    features[2].unknown = 6
+    ours = strip_covered(features, 4, positions_needed=positions).features
+    theirs = strip_covered_mm_data(features, 4, uses_mrope=positions)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert type(mine) is type(other)
+        assert mine == other
+    # Derived anew, as whether there is data; and so is what was set from outside.
+    assert (ours[0].derived, theirs[0].derived) == ("full" if positions else "empty",) * 2
+    assert (ours[2].has_data, ours[2].seen, ours[2].extra) == (positions, 0, 4)
+    assert hasattr(ours[2], "unknown") == hasattr(theirs[2], "unknown")
+
+    asks = Asks(**vars(whole), more=1)
+    with pytest.raises(ValueError, match="InitVar 'more'") as theirs_error:
+        strip_covered_mm_data([asks], 4, uses_mrope=positions)
+    with pytest.raises(ValueError, match="InitVar 'more'") as our_error:
+        strip_covered([asks], 4, positions_needed=positions)
+    assert str(our_error.value) == str(theirs_error.value)
+
+
+@pytest.mark.parametrize("make", ITEMS)
+def test_what_is_left_of_any_item_is_an_item_of_vllm(make):
+    kept = batched(torch.ones(3), keep_on_cpu=True)
+    one = feature(make({"grid": kept, "pixels": flat(torch.ones(2, 2))}))
+    [left] = strip_covered([one], 4, positions_needed=True).features
+    assert type(left.data) is MultiModalKwargsItem
+    assert left.data == {"grid": kept}
+    # Of another engine's feature with such elements, where neither is vLLM's: a dict.
+    other = SimpleNamespace(data=one.data, mm_position=one.mm_position)
+    [left] = strip_covered([other], 4, positions_needed=True).features
+    is_vllm = isinstance(one.data, MultiModalKwargsItem)
+    assert type(left.data) is (MultiModalKwargsItem if is_vllm else dict)
+    assert dict(left.data) == {"grid": kept}
+
+
+def test_requests_of_several_threads_are_stripped_at_one_time():
+    requests = [[image(4 * k, r) for k in range(20)] for r in range(4)]
+    shared_by_all = [image(4 * k) for k in range(20)]
+    wrong: list[Any] = []
+
+    def serve(features: list[Any]) -> None:
+        prefix = CoveredPrefix(positions_needed=True)
+        try:
+            for computed in [*range(0, 84, 3), 12, 80, 0, 41] * 3:
+                for given in (features, shared_by_all):
+                    ours = strip_covered(given, computed, positions_needed=True)
+                    assert_as_vllm(ours, given, computed, True)
+                assert_as_vllm(prefix.strip(features, computed), features, computed, True)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [Thread(target=serve, args=(features,)) for features in requests]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_an_element_of_none_raises_what_vllm_raises_and_changes_nothing(positions):
+    broken = feature(MultiModalKwargsItem({"x": None, "y": batched(1)}), 4)
+    features = [image(0), broken]
+    prefix = CoveredPrefix(positions_needed=positions)
+    if positions:
+        for call in (
+            lambda: strip_covered_mm_data(features, 8, uses_mrope=True),
+            lambda: strip_covered(features, 8, positions_needed=True),
+            lambda: prefix.strip(features, 8),
+        ):
+            with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'field'"):
+                call()
+    else:
+        assert_nothing_left(prefix.strip(features, 8), features)
+    assert_as_vllm(prefix.strip(features, 4), features, 4, positions)
+
+
+def assert_nothing_left(found: Stripped, features: list[Any]) -> None:
+    theirs = strip_covered_mm_data(features, 100)
+    assert [x.data for x in found.features] == [x.data for x in theirs] == [None] * len(features)
 
 
 @pytest.mark.parametrize(
@@ -665,3 +919,33 @@ def test_a_marker_in_the_place_of_an_element_is_left_out():
         mmcollate.collate([whole, lean], require=["p"])
     features = [SimpleNamespace(data=item, modality="image") for item in (whole, lean)]
     assert mmcollate.gather_field(features, "p")[1] in (None, mmcollate.OMITTED)
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_a_marker_in_the_place_of_an_element_says_what_it_says_when_the_rest_is_stripped(positions):
+    whole = image(0)
+    lean = feature(MultiModalKwargsItem(whole.data.data | {"image_grid_thw": OMITTED}), 4)
+    prefix = CoveredPrefix(positions_needed=positions)
+    for computed in (4, 8, 12, 8):
+        for found in (
+            strip_covered([whole, lean], computed, positions_needed=positions),
+            prefix.strip([whole, lean], computed),
+        ):
+            covered = computed >= 8
+            assert found.num_stripped == 1 + covered
+            assert found.bytes_dropped == DROPPED[positions] + 96 * covered
+            left = found.features[1].data
+            if covered:
+                assert left == ({"image_grid_thw": OMITTED} if positions else None)
+    if positions:
+        with pytest.raises(CollateKeyError, match="item 1: no value; found OMITTED") as raised:
+            gather_field(found.features, "image_grid_thw", strict=True)
+        assert raised.value.omitted
+    # Where the field is known, it is left out as any of its values.
+    features = [SimpleNamespace(data={"pixels": OMITTED, "grid": OMITTED}, mm_position=place(0))]
+    [left] = strip_covered(features, 4, positions_needed=True, policy=PLAIN).features
+    assert left.data == {"grid": OMITTED}
+
+
+def place(offset: int) -> SimpleNamespace:
+    return SimpleNamespace(offset=offset, length=4)

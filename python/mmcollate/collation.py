@@ -4,7 +4,7 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
@@ -117,14 +117,16 @@ def collate(
         MMCollateError: The items do not fit together; see its subclasses. Its cause is what torch
             raised, if it did. No item was changed, and the next call works. What is missing makes a
             :class:`CollateTypeError`, or a :class:`CollateKeyError` if it is required; its
-            ``omitted`` says whether it was left out or lost.
+            ``omitted`` says whether it was left out or lost. A marker within a value is found in
+            vLLM's items with ``missing`` or ``require`` only.
         torch.OutOfMemoryError: torch's own, unchanged.
         Exception: Of vLLM's items, vLLM's own, with a note (Python 3.11 on) if it is a field that
             fails. Of others, what the caller's own mappings or iterator raise when they are read.
     """
     if missing != "error":
         return _without_missing(items, fields, device, pin_memory, modality, require, missing)
-    batch, plan = _one_batch(items, fields, device, pin_memory, modality, require)
+    backend = staging.backend_for(device, pin_memory)
+    batch, plan = _one_batch(items, fields, device, pin_memory, backend, modality, require)
     if plan is not None:
         plan.send(batch)
     return batch
@@ -157,7 +159,8 @@ def stage(
     """
     backend = staging.staged_to(device)
     target = backend if device is None else device
-    batch, plan = _one_batch(items, fields, target, True, modality, require)
+    through = backend if staging.has_room(backend) else None
+    batch, plan = _one_batch(items, fields, target, True, through, modality, require)
     return staging.Staged(batch, backend, plan)
 
 
@@ -166,11 +169,13 @@ def _one_batch(
     fields: Mapping[str, Field] | None,
     device: Any,
     pin_memory: bool,
+    backend: Backend | None,
     modality: str | None,
     require: Required,
     indices: Sequence[int] | None = None,
 ) -> tuple[dict[str, Any], staging.Bound | None]:
-    """The batch, and what of it is bound for the device and not there yet."""
+    """The batch, and what of it is bound for the device and not there yet: nothing without a
+    backend to stage through."""
     _check_modality(modality)
     sequence = _as_list(items, modality)
     context = _Context(modality, 0, indices)
@@ -179,19 +184,41 @@ def _one_batch(
     if not sequence:
         return {}, None
     core, known = _core_and_fields(fields, sequence, context)
-    backend = staging.backend_for(device, pin_memory)
-    end, batch, plan = core.next_group(
-        sequence, 0, len(sequence), known, device, pin_memory, context, backend is not None
+    end, batch, plan = _next_group(
+        core, sequence, len(sequence), known, device, pin_memory, context, backend
     )
     if end < len(sequence):
         if known is None:
             raise errors.unlike(modality, context.item(end - 1), context.item(end))
         raise _apart(sequence[end - 1], sequence[end], known, context, end)
+    within = require is not None or indices is not None
     if batch is None:
-        return _of_reference(sequence, known, device, pin_memory, context), None
+        return _of_reference(sequence, known, device, pin_memory, context, within), None
     if known is None:
-        _check_shared(batch, context)
+        presence.check_batch(batch, sequence, context, within=within)
     return batch, _bound(plan, backend, known)
+
+
+def _next_group(
+    core: _core.Collator,
+    items: Sequence[Any],
+    stop: int,
+    known: dict[str, Any] | None,
+    device: Any,
+    pin_memory: bool,
+    context: _Context,
+    backend: Backend | None,
+) -> tuple[int, dict[str, Any] | None, _core.DevicePlan | None]:
+    """The core's. A marker in the place of one of vLLM's elements is what it fails at, not vLLM."""
+    start = context.start
+    try:
+        return core.next_group(
+            items, start, stop, known, device, pin_memory, context, backend is not None
+        )
+    except AttributeError as error:
+        if known is None and error.obj is OMITTED:
+            presence.check_values(items[start:stop], context, within=False)
+        raise
 
 
 def _bound(
@@ -199,7 +226,7 @@ def _bound(
 ) -> staging.Bound | None:
     if plan is None or backend is None:
         return None
-    return staging.Bound(plan, backend, _outlives(fields))
+    return staging.Bound(plan, backend, fields)
 
 
 def collate_groups(
@@ -240,6 +267,7 @@ def collate_groups(
     """
     given = _as_list(items, None)
     required = () if require is None else presence.required_of(require, fields)
+    within = require is not None or missing != "error"
     if missing != "error":
         presence.check_missing(missing, "split")
         sequence = [presence.lean(item, index, fields) for index, item in enumerate(given)]
@@ -252,8 +280,8 @@ def collate_groups(
         while start < stop:
             context = _Context(modality, start)
             try:
-                end, batch, plan = core.next_group(
-                    sequence, start, stop, known, device, pin_memory, context, backend is not None
+                end, batch, plan = _next_group(
+                    core, sequence, stop, known, device, pin_memory, context, backend
                 )
             except errors.MMCollateError:
                 # It may be what is required that the core can't read.
@@ -264,9 +292,9 @@ def collate_groups(
                 presence.check_required(given[start:end], required, context)
             if batch is None:
                 group = sequence[start:end]
-                batch = _of_reference(group, known, device, pin_memory, context)
+                batch = _of_reference(group, known, device, pin_memory, context, within)
             elif known is None:
-                _check_shared(batch, context)
+                presence.check_batch(batch, sequence[start:end], context, within=within)
             if (bound := _bound(plan, backend, known)) is not None:
                 bound.send(batch)
             yield Group(modality, end - start, batch)
@@ -298,16 +326,19 @@ def _without_missing(
             for row in rows
             if needed.isdisjoint(omitting.omitted_names(row[1], presence.values_of))
         ]
-        presence.check_alike(rows, fields, modality)
         indices = [index for index, _ in rows]
         presence.check_required(
             [item for _, item in rows], required, _Context(modality, 0, indices)
         )
+        presence.check_alike(rows, fields, modality)
         parts = omitting.by_items_present(rows, presence.values_of)
+    backend = staging.backend_for(device, pin_memory)
     found = []
     for names, indices in parts:
         picked = [presence.only(given[index], names) for index in indices]
-        batch, plan = _one_batch(picked, fields, device, pin_memory, modality, None, indices)
+        batch, plan = _one_batch(
+            picked, fields, device, pin_memory, backend, modality, None, indices
+        )
         if plan is not None:
             plan.send(batch)
         found.append(Present(batch, {name: list(indices) for name in batch}))
@@ -383,6 +414,9 @@ def _check_modality(modality: Any, index: int | None = None) -> None:
 
 
 def _as_list(items: Sequence[Any], modality: str | None) -> list[Any]:
+    if type(items) is list:
+        # A copy: reading a mapping may run code that changes the caller's.
+        return items.copy()
     if isinstance(items, (str, bytes, Mapping)):
         raise errors.CollateTypeError(
             f"{errors.where(modality, None)}: found {type(items).__name__}, expected a sequence of"
@@ -397,7 +431,6 @@ def _as_list(items: Sequence[Any], modality: str | None) -> list[Any]:
             " items",
             modality=modality,
         ) from error
-    # A copy, also of a list: reading a mapping may run code that changes the caller's.
     return list(iterator)
 
 
@@ -409,23 +442,11 @@ def _core_and_fields(
         from mmcollate.integrations import vllm
 
         return vllm.collator(), None
+    if type(fields) is dict:
+        return collator(), fields
     if not isinstance(fields, Mapping):
         raise errors.no_fields(context.modality, fields)
-    return collator(), fields if type(fields) is dict else dict(fields)
-
-
-def _check_shared(batch: dict[str, Any], context: _Context) -> None:
-    """Of vLLM's items, the core passes any shared value on, and what stands for one."""
-    for name, value in batch.items():
-        if value is OMITTED:
-            raise errors.omitted_value(context.modality, name, context.item(context.start))
-
-
-def _outlives(fields: dict[str, Field] | None) -> Callable[[Any], bool]:
-    """Whether a field's batch may be kept when the others are gone."""
-    if fields is None:
-        return staging.is_embeds
-    return lambda name: fields[name].outlives_batch or staging.is_embeds(name)
+    return collator(), dict(fields)
 
 
 def _of_reference(
@@ -434,11 +455,13 @@ def _of_reference(
     device: Any,
     pin_memory: bool,
     context: _Context,
+    within: bool,
 ) -> dict[str, Any]:
     """The batch of items that the core can't read: vLLM's own function, for vLLM's items."""
     if fields is not None:
         first, last = context.start, context.start + len(group) - 1
         raise errors.changed(context.modality, context.item(first), context.item(last))
+    presence.check_values(group, context, within=within)
     from mmcollate.integrations import vllm
 
     return vllm.originals()._batch_mm_items(group, device=device, pin_memory=pin_memory)
@@ -569,6 +592,8 @@ def _normalize(value: Any, name: str, index: int, context: _Context) -> Any:
     """numpy arrays as tensors, also in lists; everything else as it is, but for what only stands
     for a value."""
     if type(value) in (list, tuple):
+        if Omitted in map(type, value):
+            raise presence.omitted_within(context.modality, name, context.item(index))
         try:
             inner = [_normalize(x, name, index, context) for x in value]
         except RecursionError as error:
@@ -584,6 +609,8 @@ def _normalize(value: Any, name: str, index: int, context: _Context) -> Any:
         return value if same else type(value)(inner)
     if value is OMITTED:
         raise errors.omitted_value(context.modality, name, context.item(index))
+    if isinstance(value, (list, tuple, dict)) and omitting.holds_omitted([value]):
+        raise presence.omitted_within(context.modality, name, context.item(index))
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray):
         return value

@@ -1,6 +1,7 @@
 """OMITTED: what stands where a payload was left out on purpose."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 Missing: TypeAlias = Literal["error", "split", "omit"]
@@ -48,6 +49,26 @@ class Present(NamedTuple):
     def items(self) -> list[int]:
         """Which of the items have a value in any field of the batch."""
         return sorted({index for known in self.indices.values() for index in known})
+
+
+def holds_omitted(values: Iterable[Any]) -> bool:
+    """Whether :data:`OMITTED` is one of the values, or within one: in its lists, tuples and dicts,
+    however deep."""
+    nests: tuple[type, ...] = (list, tuple, dict)
+    level = list(values)
+    seen: dict[int, Any] = {}  # a list may hold itself, or another many times
+    while level:
+        # The classes of many leaves are few: a leaf costs some nanoseconds.
+        kinds = set(map(type, level))
+        if Omitted in kinds:
+            return True
+        if not any(issubclass(kind, nests) for kind in kinds):
+            return False
+        found = {id(x): x for x in level if isinstance(x, nests) and id(x) not in seen}
+        seen |= found
+        inner: Iterable[Any] = (x.values() if isinstance(x, dict) else x for x in found.values())
+        level = list(chain.from_iterable(inner))
+    return False
 
 
 Values: TypeAlias = Callable[[Any], Iterable[tuple[str, Any]]]

@@ -21,6 +21,22 @@ RETRY_AFTER = 60.0
 _MOST_SLOTS = 4096
 """More would make the search for a free one slow; with a larger cap, slots are larger."""
 
+_process = os.getpid()
+
+
+def _forked() -> None:
+    global _process
+    _process = os.getpid()
+
+
+# To ask the system at each batch would take as long as leasing a slot does.
+os.register_at_fork(after_in_child=_forked)
+
+
+def process() -> int:
+    """The id of this process."""
+    return _process
+
 
 class _Sums(TypedDict):
     batches: int
@@ -68,7 +84,7 @@ class Arena:
         # torch rounds what it pins up to a power of two.
         slot_bytes = max(_floor_power(slot_bytes), _floor_power(cap) // _MOST_SLOTS)
         self.backend = backend
-        self.pid = os.getpid()
+        self.pid = _process
         self.cap = cap
         # Read once: a look at the environment takes as long as all the books do.
         self.debug = config.debug()
@@ -279,7 +295,7 @@ class Slot:
         behind them has passed."""
         arena, pair = self._arena, self._pair
         # Of a process that this one was forked from, it is not this one's to give back.
-        if pair is None or arena.pid != os.getpid():
+        if pair is None or arena.pid != _process:
             return
         # An interrupt anywhere below leaves what `__del__` can finish.
         if self.is_read:
@@ -341,13 +357,14 @@ def _floor_power(value: int) -> int:
 
 def arena_of(backend: Backend) -> Arena:
     """The arena of a device in this process; made when it is first asked for."""
-    pid = os.getpid()
     # Those of the processes that this one was forked from stay: never used, and never freed, for
     # their memory is not this one's to unpin.
     arenas: dict[int, Arena] = backend.__dict__.setdefault("arenas", {})
-    arena = arenas.get(pid)
+    arena = arenas.get(_process)
     if arena is None:
         # Of threads that come here at one time, all take the first one's; without a lock, which a
         # forked child could find taken.
-        arena = arenas.setdefault(pid, Arena(backend, config.pinned_max(), config.staging_chunk()))
+        arena = arenas.setdefault(
+            _process, Arena(backend, config.pinned_max(), config.staging_chunk())
+        )
     return arena

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mmcollate import errors
 from mmcollate.fields import Field
-from mmcollate.omitting import OMITTED, Missing, omitted_names
+from mmcollate.omitting import OMITTED, Missing, holds_omitted, omitted_names
 
 Item: TypeAlias = Mapping[str, Any]
 Required: TypeAlias = Iterable[str] | Mapping[str, Iterable[str]] | None
@@ -98,7 +98,7 @@ def _value(item: Mapping[str, Any], name: str) -> Any:
 
 def _of_element(element: Any) -> Any:
     """The value of an element of vLLM's, or what stands in its place."""
-    return element if any(element is x for x in (None, OMITTED, _ABSENT)) else element.data
+    return getattr(element, "data", element)
 
 
 def values_of(item: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -164,7 +164,11 @@ def only(item: Item, names: Sequence[str]) -> Item:
     if len(names) == len(item):
         return item
     kept = {name: item[name] for name in names}
-    return type(item)(kept) if _is_vllm_item(item) else kept  # type: ignore[call-arg]
+    if not _is_vllm_item(item):
+        return kept
+    # Not of a subclass, which may be made in another way: as vLLM's own function strips items.
+    plain: Item = sys.modules["vllm.multimodal.inputs"].MultiModalKwargsItem(kept)
+    return plain
 
 
 def lean(item: Any, index: int, fields: Mapping[str, Field] | None) -> Any:
@@ -178,6 +182,50 @@ def lean(item: Any, index: int, fields: Mapping[str, Field] | None) -> Any:
         return item  # the core, or the check of all items, says what is wrong with it
     _check_omitted(item, index, fields if isinstance(fields, Mapping) else None, None)
     return only(item, [name for name, value in values_of(item) if value is not OMITTED])
+
+
+def check_values(items: Sequence[Any], context: Context, *, within: bool) -> None:
+    """Raises if a value of vLLM's items was left out, or, if ``within``, something in one."""
+    for row, item in enumerate(items):
+        for name, value in values_of(item):
+            index = context.item(context.start + row)
+            if value is OMITTED:
+                raise errors.omitted_value(context.modality, name, index)
+            if within and holds_omitted([value]):
+                raise omitted_within(context.modality, name, index)
+
+
+def check_batch(
+    batch: Mapping[str, Any], items: Sequence[Any], context: Context, *, within: bool
+) -> None:
+    """Raises if the batch of vLLM's items has in it what was left out: lists and shared values are
+    passed on by the core whatever they hold.
+
+    Args:
+        batch: The core's.
+        items: Of which it is.
+        context: Theirs.
+        within: Whether to look into lists, which can take longer than to collate them.
+    """
+    values = batch.values()
+    if not (holds_omitted(values) if within else any(value is OMITTED for value in values)):
+        return
+    check_values(items, context, within=within)
+    # An iterator gave it, so that the item has it no more.
+    name = next(name for name, value in batch.items() if holds_omitted([value]))
+    raise omitted_within(context.modality, name, None)
+
+
+def omitted_within(modality: str | None, name: Any, index: int | None) -> errors.CollateTypeError:
+    """A marker within a value, which stands for no value."""
+    return errors.CollateTypeError(
+        f"{errors.where(modality, name, index)}: found OMITTED within a value; put OMITTED in the"
+        " place of the whole value, and collate() with missing='omit' or 'split'",
+        modality=modality,
+        field=name,
+        item=index,
+        omitted=True,
+    )
 
 
 def check_vllm_items(items: Sequence[Any], context: Context) -> None:

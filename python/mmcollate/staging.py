@@ -12,18 +12,17 @@ A batch that does not fit into one slot fills several, and while the device read
 filled. A slot is written to again only when its fence has passed.
 """
 
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from mmcollate import _core, errors
 from mmcollate.backends import Backend, Fence, backend_of, current
-from mmcollate.pinned import ArenaStats, Passed, Slot, arena_of
+from mmcollate.fields import Field
+from mmcollate.pinned import ArenaStats, Passed, Slot, arena_of, process
 from mmcollate.reference import iter_leaves
 
 ALIGN = 256
@@ -54,7 +53,12 @@ def backend_for(device: Any, pin_memory: Any) -> Backend | None:
     if device is None or pin_memory is not True:
         return None
     backend = backend_of(device)
-    return backend if backend is not None and arena_of(backend).cap > 0 else None
+    return backend if backend is not None and has_room(backend) else None
+
+
+def has_room(backend: Backend) -> bool:
+    """Whether anything may be pinned for a device."""
+    return arena_of(backend).cap > 0
 
 
 def is_embeds(name: Any) -> bool:
@@ -71,19 +75,19 @@ class Changed(Exception):
     """A leaf was changed since it was planned."""
 
 
-@dataclass
 class _Filled:
     """Host memory with what is to be copied from it: a slot, or pageable memory for want of one."""
 
-    slot: Slot | None
-    pageable: torch.Tensor | None = None
-    copies: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """``(part, offset in the part, offset in the memory, bytes)``"""
+    def __init__(self, slot: Slot | None, pageable: torch.Tensor | None = None) -> None:
+        self.slot = slot
+        self._pageable = pageable
+        self.copies: list[tuple[int, int, int, int]] = []
+        """``(part, offset in the part, offset in the memory, bytes)``"""
 
     @property
     def memory(self) -> torch.Tensor:
         """``uint8``; not to be kept longer than the slot."""
-        memory = self.pageable if self.slot is None else self.slot.memory
+        memory = self._pageable if self.slot is None else self.slot.memory
         assert memory is not None
         return memory
 
@@ -115,11 +119,13 @@ class Transfer:
         self.pid = self._arena.pid
         self._parts = plan.lay_out(own)
         self.buffers: list[torch.Tensor] = []
-        self._direct = [
-            _Direct(part, offset, nbytes, leaf, leaf.dtype, leaf.shape)
-            for leaf, part, offset, nbytes, alone in plan.large_leaves(DIRECT_FROM)
-            if (alone or self._arena.direct) and backend.is_pinned(leaf)
-        ]
+        self._direct: list[_Direct] = []
+        if self._parts[-1][1] >= DIRECT_FROM:
+            self._direct += [
+                _Direct(part, offset, nbytes, leaf, leaf.dtype, leaf.shape)
+                for leaf, part, offset, nbytes, alone in plan.large_leaves(DIRECT_FROM)
+                if (alone or self._arena.direct) and backend.is_pinned(leaf)
+            ]
         self._runs = deque(self._runs_to_gather())
         self._grown = 0
         self._launched = 0
@@ -290,17 +296,21 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-@dataclass
 class Bound:
     """What of a batch is bound for a device, and not there yet."""
 
-    plan: _core.DevicePlan
-    backend: Backend
-    outlives: Callable[[Any], bool]
-    """Whether a field's batch may be kept when the others are gone."""
+    def __init__(
+        self, plan: _core.DevicePlan, backend: Backend, declared: Mapping[Any, Field] | None
+    ) -> None:
+        self.plan = plan
+        self.backend = backend
+        self.fields = plan.fields
+        self._declared = declared
 
-    def __post_init__(self) -> None:
-        self.fields = self.plan.fields
+    def _outlives(self, name: Any) -> bool:
+        """Whether a field's batch may be kept when the others are gone."""
+        declared = self._declared
+        return is_embeds(name) or (declared is not None and declared[name].outlives_batch)
 
     def choose(self) -> list[bool | str]:
         """For each field of the plan: whether it gets an allocation of its own, or why it takes the
@@ -317,7 +327,7 @@ class Bound:
             if may_be_left and all(map(self.backend.is_pinned, self.plan.first_leaves(k))):
                 chosen.append("pinned_leaf")
             else:
-                chosen.append(self.outlives(name))
+                chosen.append(self._outlives(name))
         return chosen
 
     def send(self, batch: dict[str, Any]) -> None:
@@ -348,8 +358,7 @@ class Bound:
 
     def transfer(self, chosen: Sequence[bool | str]) -> Transfer:
         """Of the fields that are staged."""
-        own = [None if isinstance(choice, str) else choice for choice in chosen]
-        return Transfer(self, own)
+        return Transfer(self, [None if isinstance(choice, str) else choice for choice in chosen])
 
     def reduce(self, chosen: Sequence[bool | str], batch: dict[str, Any]) -> None:
         """Leaves the fields that are not staged to the reference."""
@@ -407,7 +416,7 @@ class Staged:
         chosen = [] if bound is None else bound.choose()
         transfer: Transfer | None = None
         filled: deque[_Filled] = deque()
-        if bound is not None and any(not isinstance(choice, str) for choice in chosen):
+        if bound is not None and bool in map(type, chosen):
             transfer = bound.transfer(chosen)
             try:
                 filled = transfer.fill_all()
@@ -448,7 +457,7 @@ class Staged:
             raise errors.CollateRuntimeError(
                 "the stream captures; call to() before the capture, or stage() within it"
             )
-        if transfer is not None and transfer.pid != os.getpid():
+        if transfer is not None and transfer.pid != process():
             raise errors.CollateRuntimeError(
                 "this batch was staged in the process that this one was forked from"
             )

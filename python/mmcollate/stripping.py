@@ -5,17 +5,15 @@ import contextlib
 import copy
 import dataclasses
 import operator
+import sys
 from collections import UserDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
-import torch
-
-from mmcollate import errors
+from mmcollate import bits, errors
 from mmcollate.fields import Field
 from mmcollate.omitting import OMITTED, Omitted
-from mmcollate.reference import iter_leaves
 
 
 class Stripped(NamedTuple):
@@ -43,7 +41,7 @@ class FeaturePolicy:
     dropped: Any = None
     """What a feature has in the place of a payload of which nothing is left: as in vLLM ``None``;
     ``mmcollate.OMITTED`` tells a receiver that it did not get lost, where features are pickled:
-    vLLM's own message encoding does not carry it."""
+    vLLM's own message encoding refuses it."""
 
     def __init__(self, fields: Mapping[str, Field] | None = None) -> None:
         self.fields = fields
@@ -56,7 +54,8 @@ class FeaturePolicy:
     def end(self, feature: Any) -> int:
         """Where its tokens end in the prompt: index of the last, plus one."""
         position = feature.mm_position
-        return int(position.offset + position.length)
+        end: int = position.offset + position.length
+        return end
 
     def modality(self, feature: Any) -> str | None:
         """What errors call it."""
@@ -68,9 +67,10 @@ class FeaturePolicy:
         return "address" in payload
 
     def is_kept(self, name: str, element: Any) -> bool:
-        """Whether the field is metadata for the host, of which positions are computed."""
+        """Whether the field is metadata for the host, of which positions are computed. ``OMITTED``
+        in the place of an element is kept where nothing else tells, for what it says."""
         if self.fields is None:
-            return bool(element.field.keep_on_cpu)
+            return element is OMITTED or bool(element.field.keep_on_cpu)
         if name not in self.fields:
             raise errors.undeclared_field(None, name, element, None)
         return self.fields[name].keep_on_cpu
@@ -81,7 +81,16 @@ class FeaturePolicy:
         return element.data if self.fields is None and not stands_in else element
 
     def with_payload(self, feature: Any, payload: Any) -> Any:
-        """A copy of the feature that has this payload; the feature is not changed."""
+        """A copy of the feature that has this payload; the feature is not changed.
+
+        A dataclass is copied by ``dataclasses.replace``, as in vLLM: what ``__post_init__`` derives
+        is derived anew.
+
+        Args:
+            feature: Any.
+            payload: A ``dict`` of what is kept; of vLLM's features and items, a
+                ``MultiModalKwargsItem``. Or :attr:`dropped`.
+        """
         if dataclasses.is_dataclass(feature) and not isinstance(feature, type):
             return dataclasses.replace(feature, data=payload)
         if isinstance(feature, tuple):
@@ -111,12 +120,11 @@ class FeaturePolicy:
             elements = [*chain.from_iterable(x.values() for x in found)]
             parts += [*map(len, found), *chain.from_iterable(found), *elements]
             if self.fields is None:
-                parts += map(_field_of, elements)
+                parts += [getattr(element, "field", None) for element in elements]
         return parts
 
 
 _data_of = operator.attrgetter("data")
-_field_of = operator.attrgetter("field")
 
 
 def _attributes(features: Sequence[Any]) -> list[Any]:
@@ -154,8 +162,10 @@ def strip_covered(
 
     Returns:
         ``(features, num_stripped, bytes_dropped)``, as vLLM's ``strip_covered_mm_data`` has it. The
-        list is a new one; elements that are left are the same objects. Features without a payload,
-        and those that only have the address of one, stay as they are.
+        list is a new one; elements that are left are the same objects, in a plain
+        ``MultiModalKwargsItem`` as vLLM makes it, or in a ``dict`` if neither feature nor payload
+        was vLLM's. Features without a payload, and those that only have the address of one, stay as
+        they are.
 
     Raises:
         CollateTypeError: ``num_computed_tokens`` is no number of tokens.
@@ -199,10 +209,19 @@ def _left_of(feature: Any, computed: int, positions_needed: bool, policy: Featur
             kept[name] = element
         else:
             nbytes += _nbytes(policy.value(element))
-    data = policy.dropped
-    if positions_needed:
-        data = type(payload)(kept)  # type: ignore[call-arg]
+    data = _payload_of(kept, feature, payload) if positions_needed else policy.dropped
     return _Left(policy.with_payload(feature, data), nbytes, True, end)
+
+
+def _payload_of(kept: dict[str, Any], feature: Any, payload: Any) -> Mapping[str, Any]:
+    inputs = sys.modules.get("vllm.multimodal.inputs")
+    if inputs is not None and (
+        isinstance(feature, inputs.MultiModalFeatureSpec)
+        or isinstance(payload, inputs.MultiModalKwargsItem)
+    ):
+        item: Mapping[str, Any] = inputs.MultiModalKwargsItem(kept)
+        return item
+    return kept
 
 
 class CoveredPrefix:
@@ -370,13 +389,16 @@ def _tokens(count: Any) -> int:
 
 
 def _nbytes(value: Any) -> int:
-    """Bytes of the tensors, arrays and byte strings in a value."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    total = 0
-    for leaf in iter_leaves(value):
-        if isinstance(leaf, (bytes, bytearray)):
-            total += len(leaf)
-        elif isinstance(leaf, torch.Tensor) or hasattr(leaf, "nbytes"):
-            total += int(leaf.nbytes)
-    return total
+    """Bytes of the tensors, arrays and byte strings in a value, each counted once; those of which
+    it can't be said, such as sparse tensors, count for none."""
+    return sum(map(_own_nbytes, bits.walk(value)))
+
+
+def _own_nbytes(value: Any) -> int:
+    if isinstance(value, (bytes, bytearray)):
+        return len(value)
+    try:
+        nbytes = getattr(value, "nbytes", 0)
+    except Exception:  # whatever a class raises: to count is not what is asked for
+        return 0
+    return nbytes if isinstance(nbytes, int) else 0

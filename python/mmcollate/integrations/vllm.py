@@ -318,7 +318,7 @@ def group_and_batch_mm_items(
             errors.note_missing(error, items, start)
             raise
         if plan is not None and backend is not None:
-            staging.Bound(plan, backend, staging.is_embeds).send(batch)
+            staging.Bound(plan, backend, None).send(batch)
         yield end - start, batch
         start = end
     assert start == len(items)
@@ -348,7 +348,7 @@ def _batch(
     backend = staging.backend_for(device, pin_memory)
     batch, plan = core.batch(items, device, pin_memory, backend is not None)
     if batch is not None and plan is not None and backend is not None:
-        staging.Bound(plan, backend, staging.is_embeds).send(batch)
+        staging.Bound(plan, backend, None).send(batch)
     return batch
 
 

@@ -196,7 +196,8 @@ impl Collator {
         staging: bool,
     ) -> PyResult<(usize, Option<Bound<'py, PyDict>>, Option<DevicePlan>)> {
         let this = slf.get();
-        let call = Call::new(this, py, device, pin_memory, context, staging)?;
+        let one = stop.saturating_sub(start) == 1;
+        let call = Call::new(this, py, device, pin_memory, context, staging, one)?;
         let (end, table) = this.walk_group(&call, items, start, stop, fields)?;
         let Some(table) = table else {
             this.counters.count_reference(Reason::ItemClass);
@@ -218,7 +219,7 @@ impl Collator {
     ) -> PyResult<(Option<Bound<'py, PyDict>>, Option<DevicePlan>)> {
         let this = slf.get();
         let context = py.None().into_bound(py);
-        let call = Call::new(this, py, device, pin_memory, &context, staging)?;
+        let call = Call::new(this, py, device, pin_memory, &context, staging, false)?;
         let walker = this.walker(None, &context);
         let mut table: Option<Table<'py>> = None;
         for (at, item) in items.try_iter()?.enumerate() {
@@ -259,7 +260,8 @@ impl Collator {
         staging: bool,
     ) -> PyResult<(usize, Option<Bound<'py, PyList>>, Option<DevicePlan>)> {
         let this = slf.get();
-        let call = Call::new(this, py, device, pin_memory, context, staging)?;
+        let one = stop.saturating_sub(start) == 1;
+        let call = Call::new(this, py, device, pin_memory, context, staging, one)?;
         let (end, table) = this.walk_group(&call, items, start, stop, fields)?;
         let Some(table) = table else {
             return Ok((end, None, None));
@@ -319,6 +321,7 @@ struct Call<'a, 'py> {
 }
 
 impl<'a, 'py> Call<'a, 'py> {
+    /// `one`: whether there is a single item.
     fn new(
         collator: &Collator,
         py: Python<'py>,
@@ -326,6 +329,7 @@ impl<'a, 'py> Call<'a, 'py> {
         pin_memory: &'a Bound<'py, PyAny>,
         context: &'a Bound<'py, PyAny>,
         staging: bool,
+        one: bool,
     ) -> PyResult<Self> {
         // The reference knows the host by these two spellings alone: "cpu:0" is a device to it.
         let target = if device.is_none() {
@@ -339,7 +343,13 @@ impl<'a, 'py> Call<'a, 'py> {
         } else {
             Target::Device
         };
-        let all_reference = if collator.torch.is_observed(py)? {
+        // Of one item nothing is read or written here: its views are made by torch.
+        let observed = if one && !staging {
+            collator.torch.calls_are_observed(py)?
+        } else {
+            collator.torch.is_observed(py)?
+        };
+        let all_reference = if observed {
             Some(Reason::TorchMode)
         } else if pin_memory.is_exact_instance_of::<PyBool>() {
             None

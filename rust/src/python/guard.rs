@@ -230,6 +230,12 @@ impl Torch {
         {
             return Ok(true);
         }
+        self.calls_are_observed(py)
+    }
+
+    /// Whether a mode is active that sees which of torch's functions are called: all that concerns
+    /// a batch for which torch itself does what there is to do.
+    pub(super) fn calls_are_observed(&self, py: Python<'_>) -> PyResult<bool> {
         Ok(self.function_modes.bind(py).call0()?.is_truthy()?
             && !self.only_device_contexts.bind(py).call0()?.is_truthy()?)
     }
