@@ -30,7 +30,11 @@ from mmcollate.integrations import vllm_source
 from benches.engine_cases import CASES
 from tests.engine import process
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 QUICK_CASE, QUICK_ROUNDS = "Qwen2.5-VL, 1 small image", 2
 
 

@@ -221,6 +221,9 @@ def turn(
     run: Callable[..., Sample], arm: str, requests: list[Request], *, count_bytes: bool = False
 ) -> Sample:
     """One arm's turn. Fails if the arm isn't what it says."""
+    # What is switched on checks itself; before each arm, so that all find the same caches.
+    switch(False)
+    switch(True)
     switch(arm == "mmcollate")
     mmcollate.reset_stats()
     sample = run(requests, count_bytes=count_bytes)

@@ -1,9 +1,9 @@
 """Count the instructions of fixed batches and compare them with a baseline: `make gate`.
 
-callgrind counts what `gate_loop.py` runs. A case has two counts a call: all instructions, Python
-and torch included, and those in the core's own code. From run to run the first moved by up to
-0.6 %, the second by none, so that a case which takes over 2 % more is slower by its code and not
-by noise.
+callgrind counts what `gate_loop.py` runs. Two counts of a case decide: all instructions of a call,
+Python and torch included, and those in the core's own code. From run to run the first moved by up
+to 0.6 %, the second by none, so that a case which takes over 2 % more is slower by its code and not
+by noise. Kept beside them is where the others are, and what torch alone takes for the same work.
 
 The first count depends on the versions of all that runs, the second on the compiler alone. The
 baseline names what it was measured with; where that differs, the gate says in what, and compares
@@ -19,12 +19,14 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 BASELINE = HERE / "gate.json"
 LIMIT = 0.02
+FLOOR = "torch alone: "
+"""Starts the labels of what `gate_loop.py` runs for comparison."""
 OWN_KEY = ("rustc", "machine", "exchange table")
 """What the instructions of the core's own code depend on."""
 
@@ -45,6 +47,9 @@ class Counts:
 
     all: int
     own: int
+    """In the core's code."""
+    torch: int = 0
+    python: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,17 @@ class Report:
     key: dict[str, str]
     """What the counts depend on."""
     cases: dict[str, Counts]
+    floors: dict[str, Counts] = field(default_factory=dict)
+    """By case: the same results by torch alone, written by hand. Not compared."""
 
 
 def read(text: str) -> Report:
     report = json.loads(text)
-    return Report(report["key"], {name: Counts(**case) for name, case in report["cases"].items()})
+    cases, floors = (
+        {name: Counts(**counts) for name, counts in report.get(part, {}).items()}
+        for part in ("cases", "floors")
+    )
+    return Report(report["key"], cases, floors)
 
 
 def compare(baseline: Report, now: Report) -> tuple[bool, list[str]]:
@@ -105,8 +116,12 @@ def differs(name: str, baseline: Report, now: Report) -> bool:
 
 
 def table(report: Report) -> str:
-    lines = [f"{'instructions a call':40} {'in all':>12} {'of its own':>12}"]
-    lines += [f"{name:40} {case.all:12,} {case.own:12,}" for name, case in report.cases.items()]
+    heads = ("in all", "of its own", "torch's", "Python's", "torch alone")
+    lines = [f"{'instructions a call':40}" + "".join(f"{head:>13}" for head in heads)]
+    for name, case in report.cases.items():
+        counts = [case.all, case.own, case.torch, case.python]
+        counts += [report.floors[name].all] if name in report.floors else []
+        lines.append(f"{name:40}" + "".join(f"{count:13,}" for count in counts))
     return "\n".join(lines)
 
 
@@ -149,17 +164,37 @@ def measure() -> Report:
         if done.returncode != 0:
             raise SystemExit(f"{done.stdout}\ngate: FAILED: the loop ended with {done.returncode}")
         loop_said = json.loads(described.read_text())
-        cases = {}
+        cases, floors = {}, {}
         for part in sorted(Path(folder).glob("out.*"), key=lambda path: int(path.suffix[1:])):
             label, by_object = self_costs(part.read_text())
+            counts = by_library(by_object, loop_said["core"], loop_said["calls"])
             if label in loop_said["cases"]:
-                counts = (sum(by_object.values()), by_object[loop_said["core"]])
-                cases[label] = Counts(*(round(count / loop_said["calls"]) for count in counts))
+                cases[label] = counts
+            elif label in loop_said["floors"]:
+                floors[label.removeprefix(FLOOR)] = counts
     assert list(cases) == loop_said["cases"], "callgrind wrote other parts than were asked for"
+    assert len(floors) == len(loop_said["floors"]), "callgrind left floors out"
     assert all(case.own for case in cases.values()), "nothing was counted in the core's own code"
     version = subprocess.run(["valgrind", "--version"], capture_output=True, text=True, check=True)
     key = {"rustc": rustc_of(Path(loop_said["core"])), "valgrind": version.stdout.strip()}
-    return Report(key | loop_said["key"], cases)
+    return Report(key | loop_said["key"], cases, floors)
+
+
+def by_library(by_object: Counter[str], core: str, calls: int) -> Counts:
+    """Instructions a call, from those by file."""
+    found: Counter[str] = Counter()
+    for path, count in by_object.items():
+        name = Path(path).name
+        if path == core:
+            found["own"] += count
+        elif name.startswith(("libtorch", "libc10")):
+            found["torch"] += count
+        elif name.startswith(("libpython", "python")):
+            found["python"] += count
+        found["all"] += count
+    return Counts(
+        **{name: round(found[name] / calls) for name in ("all", "own", "torch", "python")}
+    )
 
 
 def self_costs(part: str) -> tuple[str, Counter[str]]:

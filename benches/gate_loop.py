@@ -21,6 +21,8 @@ from mmcollate import Batched, Flat, _core, collate, stage
 from mmcollate.testing import FakeDevice
 from mmcollate.torch_modes import only_device_contexts
 
+FLOOR = "torch alone: "
+"""As in `gate.py`."""
 CALLS = 100
 """Calls of each case: what starting and stopping the count takes is then under 0.1 %."""
 
@@ -131,12 +133,36 @@ def cases() -> dict[str, Callable[[], object]]:
     add("2 images", 2, image, flat)
     add("8 images of different shapes", 8, ragged, batched)
     add("512 leaves", 512, leaf, flat)
-    packed = [leaf(i) for i in range(64)]
     device = FakeDevice()
-    found["stage: 64 leaves"] = lambda: stage(
-        packed, {"features": Batched()}, device=device
-    ).close()
+    for count in (8, 64):
+        packed = [leaf(i) for i in range(count)]
+        found[f"stage: {count} leaves"] = lambda packed=packed: stage(
+            packed, {"features": Batched()}, device=device
+        ).close()
     return found
+
+
+def floors() -> dict[str, Callable[[], object]]:
+    """Cases as torch alone does them, on lists that are ready, and without a check."""
+    one = [torch.randint(0, 99, (3,)) for _ in range(12)]
+    many = [[torch.randint(0, 99, (3,)) for _ in range(16)] for _ in range(12)]
+    pixels = [torch.randn(8, 1176).bfloat16() for _ in range(2)]
+    leaves = [torch.randn(512 + 3 * i).bfloat16() for i in range(512)]
+
+    def packed(count: int) -> list[torch.Tensor]:
+        raw = [leaf.view(torch.uint8) for leaf in leaves[:count]]
+        parts = torch.split(torch.cat(raw), [x.numel() for x in raw])
+        return [part.view(torch.bfloat16) for part in parts]
+
+    return {
+        "1 x 12 kept fields": lambda: [x.unsqueeze(0) for x in one],
+        "16 x 12 kept fields": lambda: [torch.stack(xs) for xs in many],
+        "1 image": lambda: one[0].unsqueeze(0),
+        "2 images": lambda: (torch.cat(pixels), torch.stack(one[:2])),
+        "512 leaves": lambda: torch.cat(leaves),
+        "stage: 8 leaves": lambda: packed(8),
+        "stage: 64 leaves": lambda: packed(64),
+    }
 
 
 def key() -> dict[str, str]:
@@ -157,6 +183,7 @@ def main() -> None:
     assert requests.running(), "not under valgrind"
     torch.set_num_threads(1)
     table = cases()
+    alone = {FLOOR + name: call for name, call in floors().items()}
     gc.collect()
     gc.disable()
     described = {
@@ -164,11 +191,12 @@ def main() -> None:
         "core": str(Path(_core.__file__).resolve()),
         "calls": CALLS,
         "cases": list(table),
+        "floors": list(alone),
     }
     report.write_text(json.dumps(described))
     with torch.inference_mode():
         requests.start()
-        for name, call in table.items():
+        for name, call in {**table, **alone}.items():
             for _ in range(5):
                 call()
             label = name.encode()

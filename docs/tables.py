@@ -22,6 +22,7 @@ from mmcollate.explanation import REASONS
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "docs" / "figures.json"
 ENGINE_FIGURES = ROOT / "docs" / "engine_figures.json"
+GATE = ROOT / "benches" / "gate.json"
 PAGES = ["README.md", "docs/how-it-works.md", "docs/performance.md", "docs/staging.md"]
 WAYS = ["alias", "view", "list", "gather", "reference"]
 
@@ -287,6 +288,22 @@ def engine() -> str | None:
     return table([*head, "collation in it: vLLM / mmcollate"], rows)
 
 
+def instructions() -> str:
+    """Of the gate's cases: whose instructions a call takes, and how many torch alone takes."""
+    baseline = json.loads(GATE.read_text())
+    rows = []
+    for name, counts in baseline["cases"].items():
+        if name.startswith("collate: "):
+            continue
+        parts = [counts[part] for part in ("own", "torch", "python")]
+        floor = baseline["floors"].get(name)
+        cells = [counts["all"], *parts, counts["all"] - sum(parts)]
+        alone = [f"{floor['all']:,}" if floor else ""]
+        rows.append([name, *(f"{count:,}" for count in cells), *alone])
+    head = ("batch", "in all", "the core", "torch", "Python", "C library", "torch alone")
+    return table(head, rows) or ""
+
+
 def machine() -> str | None:
     found = (measured() or {}).get("machine")
     rows = [[name.replace("_", " "), str(value)] for name, value in (found or {}).items() if value]
@@ -306,6 +323,7 @@ OF_FIGURES: dict[str, Callable[[], str | None]] = {
     "targets": verdicts,
     "machine": machine,
     "engine": engine,
+    "instructions": instructions,
 }
 
 

@@ -152,6 +152,34 @@ totals: 510
     assert costs == {"/lib/libpython.so": 77, "/here/_core.so": 433}
 
 
+def test_costs_are_told_apart_by_whose_they_are() -> None:
+    costs = gate.Counter(
+        {
+            "/here/_core.so": 4_000,
+            "/there/_core.so": 1,
+            "/torch/lib/libtorch_cpu.so": 3_000,
+            "/torch/lib/libtorch_python.so": 500,
+            "/torch/lib/libc10.so": 100,
+            "/lib/libpython3.11.so.1.0": 2_000,
+            "/bin/python3.11": 90,
+            "/lib/libc.so.6": 700,
+            "???": 9,
+        }
+    )
+    counts = gate.by_library(costs, "/here/_core.so", 10)
+    assert counts == gate.Counts(all=1_040, own=400, torch=360, python=209)
+
+
+def test_what_torch_alone_takes_is_shown_and_not_compared() -> None:
+    floors = {"one": gate.Counts(90_000, 0)}
+    with_floor = replace(BASELINE, floors=floors)
+    assert gate.read(json.dumps(gate.asdict(with_floor))) == with_floor
+    one, two = gate.table(with_floor).splitlines()[1:]
+    assert one.split()[-1] == "90,000" and "90,000" not in two
+    more = replace(BASELINE, floors={"one": gate.Counts(99_000, 0)})
+    assert gate.compare(with_floor, more)[0] and gate.compare(with_floor, BASELINE)[0]
+
+
 def test_the_compiler_is_read_from_the_library(tmp_path: Path) -> None:
     library = tmp_path / "core.so"
     library.write_bytes(b"\x7fELF\0rustc version 1.95.0 (5980 2026-04-14)\0GCC: 12\0")
@@ -194,4 +222,8 @@ def test_the_exit_code_follows_the_comparison(
 def test_the_stored_baseline_can_be_read() -> None:
     baseline = gate.read(SCRIPT.with_name("gate.json").read_text())
     assert set(gate.OWN_KEY) <= baseline.key.keys()
-    assert all(case.all > case.own > 0 for case in baseline.cases.values())
+    for case in baseline.cases.values():
+        assert min(case.own, case.torch, case.python) > 0
+        assert case.all > case.own + case.torch + case.python
+    assert baseline.floors.keys() <= baseline.cases.keys()
+    assert all(floor.own == 0 < floor.torch for floor in baseline.floors.values())
