@@ -84,7 +84,7 @@ def main(options: argparse.Namespace) -> int:
         "memory": [],
     }
     print(report.header(figures), flush=True)
-    for workload in chosen:
+    for workload in sorted(chosen, key=lambda workload: -workload.rank):
         try:
             row = measured(workload, seconds=seconds, vllm=vllm, process=options.process)
         except Refused as refusal:
@@ -93,8 +93,10 @@ def main(options: argparse.Namespace) -> int:
             continue
         figures["rows"].append(row)
         print(report.line(row), flush=True)
+    order = [workload.name for workload in chosen]
+    figures["rows"].sort(key=lambda row: order.index(row["name"].partition("@")[0]))
     if options.process == "own" and not options.quick:
-        _run_children(figures, [w.name for w in chosen], seconds)
+        _run_children(figures, order, seconds)
     figures["fit"] = None
     if options.process == "own" and any(w.group == "metadata" for w in chosen):
         figures["fit"] = targets.fitted(steady(seconds, vllm=vllm))
