@@ -6,6 +6,7 @@ tests/data/field_sets.json.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,10 +110,13 @@ def renew() -> None:
         audits = json.loads(path.read_text())
         [report] = forms.from_json(json.dumps(audits["stock"]))
         flips = {}
-        for name, flip in audits["flips"].items():
+        for name, flip in sorted(audits["flips"].items()):
             [flipped] = forms.from_json(json.dumps(flip))
             field = next(x for x in flipped.fields if f"{x.modality}/{x.field}" == name)
             flips[name] = {"verdict": field.verdict, "reason": field.reason}
+        # In which order vLLM has a batch's fields differs from run to run.
+        fields = tuple(sorted(report.fields, key=lambda x: (x.modality, x.field)))
+        report = dataclasses.replace(report, fields=fields)
         [kept] = json.loads(forms.to_json([report]))["reports"]
         found[path.stem] = {"flips": flips, "report": kept}
     if not found:
@@ -208,7 +212,7 @@ def _findings(reports: Mapping[str, ModelReport]) -> str:
             if f"{name}: {field}" not in where:
                 where.append(f"{name}: {field}")
     rows = [
-        (what, f"`{operation}`", _code(place), line, _code(", ".join(where)))
+        (what, f"`{operation}`", _code(place), line, _code(", ".join(sorted(where))))
         for (what, operation, place, line), where in sorted(seen.items())
     ]
     head = ("what", "operation", "where", "line", "fields")

@@ -6,11 +6,16 @@ import copy
 import doctest
 import functools
 import importlib
+import json
+import pickle
 import subprocess
 import sys
 import threading
+import weakref
+from collections import UserDict, deque
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,9 +44,17 @@ def batch() -> dict[str, Any]:
     return {"patches": patches, "grid": torch.tensor([[1, 2, 2], [1, 2, 3]])}
 
 
+def audited(forward: Any, batches: Any, fields: Any, **options: Any) -> Any:
+    """An audit; of plain functions as such that use no weights."""
+    owner = getattr(forward, "func", forward)
+    if not isinstance(getattr(owner, "__self__", owner), nn.Module):
+        options.setdefault("modules", [])
+    return audit(forward, batches, fields, **options)
+
+
 def reports(forward: Any, given: Any = None, fields: Any = None, **options: Any) -> Any:
     """The report, and of each field its own."""
-    found = audit(forward, [given or batch()], fields or FIELDS, **options)
+    found = audited(forward, [given or batch()], fields or FIELDS, **options)
     assert found.error is None
     return found, {field.field: field for field in found.fields}
 
@@ -203,6 +216,44 @@ def test_a_mismatch_of_the_models_own_is_not_held_against_a_field():
     assert told(fields["patches"].events) == []
 
 
+def test_lengths_of_a_packed_sequence_need_the_cpu():
+    packed = []
+
+    def forward(k, d, i, **options):
+        lengths = i[:, 2].clamp(min=1)
+        packed.append(nn.utils.rnn.pack_padded_sequence(d, lengths, batch_first=True, **options))
+        return packed[-1].data, packed[-1].batch_sizes.tolist()
+
+    for sorted_first, kept in ((True, "right"), (False, "restored")):
+        run = functools.partial(forward, enforce_sorted=sorted_first)
+        found = reports(run, kdi(), KDI)[1]
+        assert (found["d"].verdict, found["i"].verdict) == ("right", "wrong")
+        assert "where the CPU needs it" in found["i"].reason
+        assert told(found["i"].events) == [
+            "mismatch aten._pack_padded_sequence.default",
+            "host_read Tensor.tolist i",
+        ]
+        assert told(found["d"].events) == []
+        assert packed.pop().batch_sizes.tolist() == [2, 1]
+        assert verdicts(run, kdi(), KDI, keep_on_cpu={"i": True})["i"] == kept
+        # With the padded batch on the CPU too, only the lengths are where they must not be.
+        flipped = reports(run, kdi(), KDI, keep_on_cpu={"d": True})[1]
+        assert flipped["i"].verdict == "wrong"
+
+
+def test_what_needs_the_cpu_is_held_against_a_field_that_the_device_uses_too():
+    def forward(patches, grid):
+        return grid.numpy().sum() * (patches.sum() + grid)
+
+    found, fields = reports(forward, keep_on_cpu={"grid": False})
+    assert (fields["grid"].verdict, told(fields["grid"].events)) == (
+        "wrong",
+        ["mismatch Tensor.numpy"],
+    )
+    assert found.other_events == ()
+    assert fields["patches"].verdict == "right"
+
+
 def test_numpy_needs_the_cpu():
     def forward(patches, grid):
         return grid.numpy().sum()
@@ -242,7 +293,20 @@ BESIDE = {
         if x.is_cuda
         else torch.ones(6, device=x.device).pin_memory()
     ),
+    "name": lambda x: torch.ones(6, device=str(x.device)),
+    "name in a text": lambda x: torch.tensor([1.0] * 6, device=f"{x.device}"),
+    "type": lambda x: torch.ones(6, device=x.device.type),
+    "device of type": lambda x: torch.ones(6, device=torch.device(x.device.type, 0)),
+    "device of device": lambda x: torch.ones(6, device=torch.device(x.device)),
+    "inside a function": lambda x: made_there(x.device.type),
+    "new": lambda x: x.new(6).fill_(1),
+    "new of values": lambda x: x.new([1] * 6),
 }
+
+
+def made_there(place: str) -> torch.Tensor:
+    there = torch.device(place)
+    return torch.ones(6, device=there)
 
 
 @pytest.mark.parametrize(
@@ -275,11 +339,55 @@ def test_a_place_that_is_named_is_nobodys_fault():
     assert verdicts(forward)["grid"] == "unused"
 
 
+@pytest.mark.parametrize("place", ["cpu", torch.device("cpu"), json.loads('"cpu"')])
+def test_a_place_that_is_spelled_out_beside_a_question_is_nobodys_fault(place):
+    def spelled(patches, grid):
+        assert grid.device.type == "cpu"
+        return patches + torch.ones(6, device="cpu") + torch.ones(6, device=torch.device("cpu"))
+
+    def given(patches, grid):
+        return grid.device, patches + made_at(place)
+
+    for forward in (spelled, given):
+        found, fields = reports(forward)
+        assert fields["grid"].verdict == "unused"
+        assert [event.fields for event in found.other_events if event.kind == "mismatch"]
+
+
+def made_at(place: Any) -> torch.Tensor:
+    assert torch.ones(1).device.type == "cpu"
+    return torch.ones(6, device=place)
+
+
 def test_made_beside_a_field_is_nothing_foreign_to_it():
     def forward(patches, grid):
         return (grid * torch.tensor([1, 2, 2], device=grid.device)).tolist()
 
     assert verdicts(forward, keep_on_cpu={"grid": False})["grid"] == "could be kept"
+
+
+BROUGHT_BACK = {
+    "copied": lambda grid, patches: grid.cpu().float().to(patches.device),
+    "read": lambda grid, patches: torch.tensor(grid.cpu().tolist(), device=patches.device),
+    "array": lambda grid, patches: torch.from_numpy(np.stack(grid.cpu().numpy())).cuda(),
+    "written": lambda grid, patches: patches.new_zeros(2, 3).copy_(grid.cpu()),
+    "index": lambda grid, patches: patches.new_zeros(9)[grid.cpu()],
+    "number": lambda grid, patches: patches.new_zeros(9) + grid.cpu()[0, 1],
+}
+
+
+@pytest.mark.parametrize("way", BROUGHT_BACK)
+def test_what_the_host_brings_back_to_the_device_does_not_need_the_field_there(way):
+    def forward(patches, grid):
+        return patches.sum() * BROUGHT_BACK[way](grid, patches)
+
+    def direct(patches, grid):
+        return forward(patches, grid), patches.sum() * grid
+
+    moved = reports(forward, keep_on_cpu={"grid": False})[1]["grid"]
+    assert moved.verdict == "could be kept"
+    assert "(Tensor.cpu)" in moved.reason
+    assert verdicts(direct, keep_on_cpu={"grid": False})["grid"] == "right"
 
 
 def test_values_of_another_field_are_foreign_wherever_they_were_put():
@@ -388,6 +496,9 @@ WAITS = {
     "copied": (lambda x: torch.zeros(2, 3).copy_(x), "aten.copy_.default"),
     "set": (lambda x: written(torch.zeros(4), slice(3), x[0]), "aten.copy_.default"),
     "forced array": (lambda x: x.numpy(force=True), "Tensor.numpy"),
+    "copied to a number": (lambda x: torch.tensor(0).copy_(x[0, 0]), "aten.copy_.default"),
+    "filled": (lambda x: torch.zeros(3).fill_(x[0, 0]), "aten.fill_.Tensor"),
+    "a number filled": (lambda x: torch.tensor(0).fill_(x[0, 0]), "aten.fill_.Tensor"),
 }
 
 
@@ -503,6 +614,41 @@ COPIES = {
         False,
     ),
     "array index": (lambda x: device_zeros(9)[x.numpy()[0]], "aten.index.Tensor", 24, False),
+    "new": (lambda x: device_zeros(1).new([x[0, 0]]), "Tensor.new_tensor", 4, False),
+    **{
+        f"np.{name}": (lambda x, call=call: torch.from_numpy(call(x.numpy())).cuda(), *rest)
+        for name, call, *rest in (
+            (
+                "concatenate",
+                lambda x: np.concatenate([np.zeros((1, 3)), x]),
+                "Tensor.cuda",
+                72,
+                False,
+            ),
+            ("stack", lambda x: np.stack([x[0], x[1]]), "Tensor.cuda", 48, False),
+            ("where", lambda x: np.where(x > 2, 1, 0), "Tensor.cuda", 48, False),
+            ("take", lambda x: np.take(x, [[0, 1, 2]] * 2), "Tensor.cuda", 48, False),
+            ("split", lambda x: np.split(x, 2)[1], "Tensor.cuda", 24, False),
+        )
+    },
+    "np.stack of tensors": (
+        lambda x: torch.from_numpy(np.stack([x[0], x[1]])).cuda(),
+        "Tensor.cuda",
+        48,
+        False,
+    ),
+    "nested": (
+        lambda x: torch.nested.nested_tensor([x[0]], device="cuda"),
+        "torch.tensor",
+        24,
+        False,
+    ),
+    "targets": (
+        lambda x: F.ctc_loss(device_zeros(3, 1, 4), x[:1, :2], (3,), (2,)),
+        "torch.nn.functional.ctc_loss",
+        16,
+        False,
+    ),
 }
 
 
@@ -544,6 +690,8 @@ MIXED = {
     "data": lambda d, k: d + k.data,
     "copy": lambda d, k: d + copy.deepcopy(k),
     "brought back": lambda d, k: d + k.to("cuda").cpu(),
+    "into a cpu number": lambda d, k: k[0, 0].add_(d[0, 0].long()),
+    "out of a cpu number": lambda d, k: torch.neg(d[0, 0].long(), out=k[0, 0]),
 }
 
 
@@ -553,15 +701,15 @@ def test_a_kept_field_meets_a_device_tensor(way, mode):
     results = []
 
     def forward(k, d, i):
-        results.append(MIXED[way](d, k))
+        results.append(MIXED[way](d, k).is_cuda)
 
     found, fields = reports(mode(forward), kdi(), KDI)
     mismatches = [event for event in events_of(found) if event.kind == "mismatch"]
     assert [event.fields for event in mismatches] == [("k",)]
     assert fields["k"].verdict == "wrong"
-    if way not in ("into the cpu", "cpu indexed"):
+    if way not in ("into the cpu", "cpu indexed", "into a cpu number", "out of a cpu number"):
         # The forward goes on, as if all had been on the device.
-        assert results[0].is_cuda
+        assert results == [True]
 
 
 LEGAL = {
@@ -575,6 +723,16 @@ LEGAL = {
         nn.utils.rnn.pack_padded_sequence(
             d, torch.tensor([3, 2]) + 0 * k[:, 0], batch_first=True
         ).data
+    ),
+    "a number added in place": lambda d, k: d.add_(k[0, 0]),
+    "a number filled in": lambda d, k: d.fill_(k[0, 0]),
+    "sizes of a packed sequence": lambda d, k: (
+        nn.LSTM(3, 2, device=d.device)(nn.utils.rnn.pack_padded_sequence(d[:, None], k[0, :1] + 1))[
+            0
+        ].data
+    ),
+    "lengths of a loss": lambda d, k: F.ctc_loss(
+        d[:, None].log_softmax(-1), d.new_ones(1, 1).long(), k[0, 1:2], k[0, :1]
     ),
 }
 
@@ -620,7 +778,24 @@ FACTORIES = {
     "cuda": lambda: torch.ones(3).cuda(),
     "back and forth": lambda: torch.ones(3).cpu().cuda().cpu().to("cuda"),
     "window": lambda: torch.hann_window(3, device="cuda"),
+    "moved module": lambda: nn.Linear(3, 3).cuda().weight,
+    "module moved to": lambda: nn.Sequential(nn.BatchNorm1d(3)).to("cuda")[0].running_mean,
+    "data": lambda: with_data(nn.Parameter(torch.ones(1)), torch.ones(3, device="cuda")),
+    "new": lambda: torch.ones(1, device="cuda").new(3).fill_(1),
+    "new of size": lambda: torch.ones(1, device="cuda").new(torch.Size([3])).fill_(1),
+    "new of values": lambda: torch.ones(1, device="cuda").new([1, 2, 3]),
+    "new of tensor": lambda: torch.ones(1, device="cuda").new(torch.ones(3)),
+    "generator": lambda: torch.randn(
+        3, device="cuda", generator=torch.Generator(device="cuda").manual_seed(1)
+    ),
+    "drawn": lambda: torch.ones(3, device="cuda").uniform_(generator=torch.Generator("cuda")),
+    "nested": lambda: torch.nested.nested_tensor([[1, 2, 3]], device="cuda").to_padded_tensor(0),
 }
+
+
+def with_data(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    tensor.data = data
+    return tensor
 
 
 def in_context(context: Any, function: Any) -> Any:
@@ -637,7 +812,10 @@ def test_tensors_are_made_on_the_device(way):
         places.extend([made.device, made.is_cuda, made.is_cpu, (made.float() @ d.t()).is_cuda])
 
     found, fields = reports(forward, kdi(), KDI)
-    moved = way in ("cuda", "back and forth")
+    moved = way in (
+        *("cuda", "back and forth", "moved module", "module moved to"),
+        *("new of values", "new of tensor", "nested"),
+    )
     assert places == [torch.device("cuda", 0), True, False, True]
     assert bool(told(events_of(found))) == moved
     assert fields["d"].verdict == "right"
@@ -695,6 +873,56 @@ def test_layers_run_as_they_do_on_the_cpu(way, mode):
     torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(expected))
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_followed(layout):
+    got = []
+
+    def forward(k, d, i):
+        nested = torch.nested.as_nested_tensor([d[0], d[1, :2]], layout=layout)
+        padded = nested.to_padded_tensor(9.0)
+        got.extend([nested.is_cuda, padded.is_cuda, padded.tolist()])
+        rows = torch.nested.as_nested_tensor([d, d[:1]], layout=layout)
+        heads = rows.unsqueeze(2).transpose(1, 2).contiguous()
+        return (
+            nested * 2,
+            nn.Linear(3, 2).cuda()(rows),
+            F.scaled_dot_product_attention(*[heads] * 3),
+        )
+
+    found, fields = reports(forward, kdi(), KDI)
+    assert got == [True, True, [[0, 1, 2], [3, 4, 9]]]
+    assert not [event for event in events_of(found) if event.kind == "mismatch"]
+    assert {"sync Tensor.tolist d", "device_use result d"} <= set(
+        told(fields["d"].events, uses=True)
+    )
+    assert (
+        verdicts(
+            lambda k, d, i: torch.nested.as_nested_tensor([k[0]]).to_padded_tensor(0) * d,
+            kdi(),
+            KDI,
+        )["k"]
+        == "wrong"
+    )
+
+
+def test_a_module_made_and_moved_in_the_forward_runs_on_the_device():
+    got = []
+
+    def forward(k, d, i):
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(d.device).eval()
+        assert isinstance(layer[0].weight, nn.Parameter)
+        got.append(layer(d).tolist())
+        return layer.cpu()(d.cpu()), layer.cuda()(d)
+
+    found = reports(forward, kdi(), KDI)[0]
+    assert not [event for event in events_of(found) if event.kind == "mismatch"]
+    torch.manual_seed(0)
+    with torch.no_grad():
+        layer = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
+        torch.testing.assert_close(torch.tensor(got[0]), layer(kdi()["d"]))
+
+
 def test_attention_is_one_operation():
     def forward(k, d, i):
         return F.scaled_dot_product_attention(d[None], d[None], i[None].float())
@@ -704,7 +932,7 @@ def test_attention_is_one_operation():
 
 
 def test_cuda_answers_as_with_one_gpu_and_as_before_afterwards():
-    before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
+    before = {(x, name): getattr(x, name) for x in (torch.cuda, torch) for name in dir(x)}
     answers = []
 
     def forward(k, d, i):
@@ -738,11 +966,46 @@ def test_cuda_answers_as_with_one_gpu_and_as_before_afterwards():
         torch.cuda.empty_cache()
         raise ValueError
 
-    found = audit(forward, [kdi()], KDI)
+    found = audited(forward, [kdi()], KDI)
     assert found.error.startswith("ValueError at test_audit.py:")
     assert answers == [True, 1, 0, True, (9, 0), True, True, True, False, True]
     assert told(found.other_events) == ["sync torch.cuda.synchronize"] * 2
-    assert {name: getattr(torch.cuda, name) for name in dir(torch.cuda)} == before
+    assert {(x, name): getattr(x, name) for x, name in before} == before
+
+
+def test_classes_of_cuda_are_classes():
+    plain_generator = torch.Generator()
+
+    held: list[Any] = []
+
+    class OfMyOwn(torch.cuda.device):
+        pass
+
+    def forward(k, d, i):
+        stream, other = torch.Stream(device="cuda"), torch.cuda.Stream()
+        with OfMyOwn(d.device), torch.cuda.device_of(d), torch.cuda.StreamContext(stream):
+            assert isinstance(torch.cuda.device(0), torch.cuda.device)
+            assert isinstance(torch.cuda.stream(other), torch.cuda.StreamContext)
+        assert isinstance(stream, torch.Stream) and isinstance(other, torch.cuda.Stream)
+        torch.Event(device="cuda").record(stream)
+        there, here = torch.Generator(device=d.device), torch.Generator()
+        for generator, place in ((there, "cuda"), (here, "cpu"), (plain_generator, "cpu")):
+            assert isinstance(generator, torch.Generator)
+            assert generator.device.type == place
+        assert isinstance(d.device, torch.device) and torch.device("cuda", 0) == d.device
+        assert not isinstance("cuda", torch.device)
+        assert (
+            copy.deepcopy(d.device) == d.device and pickle.loads(pickle.dumps(k.device)) == k.device
+        )
+        assert isinstance(None, torch.device | None)
+        held.extend([torch.device, torch.Generator])
+        torch.cuda.manual_seed_all(1)
+        torch.cuda.reset_peak_memory_stats(d.device)
+
+    reports(forward, kdi(), KDI)
+    device, generator = held
+    assert device("cpu") == torch.device("cpu")
+    assert type(generator("cpu")) is torch.Generator
 
 
 def test_pinned_memory_is_said_to_be():
@@ -818,6 +1081,44 @@ def test_arrays_remember_through_what_numpy_does_in_place():
         return torch.from_numpy(array).to("cuda")
 
     assert verdicts(forward, kdi(), KDI)["k"] == "restored"
+
+
+def test_arrays_remember_all_that_went_in():
+    def forward(k, d, i):
+        first = k.numpy().astype(np.float32)
+        first += i.numpy()
+        second = k.numpy() * 1.0
+        np.copyto(second, d.numpy())
+        return torch.from_numpy(first).cuda() * torch.from_numpy(second).cuda()
+
+    fields = dict.fromkeys(KDI, Batched(keep_on_cpu=True))
+    found = reports(forward, kdi(), fields)[1]
+    assert {name: x.verdict for name, x in found.items()} == dict.fromkeys(KDI, "restored")
+    copies = {
+        event.fields for x in found.values() for event in x.events if event.kind == "restored"
+    }
+    assert copies == {("i", "k"), ("d", "k")}
+
+
+def test_arrays_remember_whatever_takes_or_gives_them():
+    ways = {
+        "set": lambda k, d: written(k.numpy() * 1.0, 0, d.numpy()[0]),
+        "with a tensor": lambda k, d: np.concatenate([k.numpy(), d]),
+        "two results": lambda k, d: np.divmod(k.numpy(), d.numpy() + 1, out=(None, d.numpy() * 1))[
+            0
+        ],
+        "written": lambda k, d: np.multiply(k.numpy(), 2, out=d.numpy() * 1),
+        "by keyword": lambda k, d: np.clip(k.numpy(), a_min=d.numpy(), a_max=9),
+    }
+    for way in ways.values():
+
+        def forward(k, d, i, way=way):
+            return torch.from_numpy(way(k, d)).cuda()
+
+        fields = dict.fromkeys(KDI, Batched(keep_on_cpu=True))
+        found = reports(forward, kdi(), fields)[1]
+        restored = [event for event in found["k"].events if event.kind == "restored"]
+        assert [event.fields for event in restored] == [("d", "k")]
 
 
 def test_a_tensor_has_the_shape_that_an_operation_gave_it():
@@ -1018,7 +1319,7 @@ def test_model_batch_and_random_numbers_are_as_before(fails):
     before, random = state(model), torch.get_rng_state()
     kept = copy.deepcopy(given)
     for _ in range(2):
-        found = audit(model, [given], FIELDS)
+        found = audited(model, [given], FIELDS)
         assert (found.error is not None) == fails
         assert state(model) == before
         assert torch.equal(torch.get_rng_state(), random)
@@ -1033,7 +1334,7 @@ def test_what_ended_the_forward_is_in_the_report():
     line = (
         Path(__file__).read_text().splitlines().index('            raise ValueError("on purpose")')
     )
-    found = audit(model, [("image", 1, batch()), ("video", 1, batch())], FIELDS)
+    found = audited(model, [("image", 1, batch()), ("video", 1, batch())], FIELDS)
     first, second = found.error.splitlines()
     assert first == f"image: ValueError at test_audit.py:{line + 1}: on purpose"
     assert second.startswith("video: ")
@@ -1045,7 +1346,7 @@ def test_a_verdict_says_that_the_forward_did_not_end():
         grid.tolist()
         raise ValueError
 
-    found = audit(forward, [batch()], FIELDS, keep_on_cpu={"grid": False})
+    found = audited(forward, [batch()], FIELDS, keep_on_cpu={"grid": False})
     assert [(x.verdict, x.reason.endswith(", until the forward failed")) for x in found.fields] == [
         ("unused", True),
         ("could be kept", True),
@@ -1076,27 +1377,81 @@ def asks_and_fails_elsewhere(patches: torch.Tensor, grid: torch.Tensor) -> None:
     raise ValueError
 
 
+def wants_the_cpu_after_all(patches: torch.Tensor, grid: torch.Tensor) -> None:
+    if (
+        patches.shape[0] > 0
+        and grid.is_cpu
+    ):  # fmt: skip
+        grid.sum()
+    else:
+        message = "the grid has to be on the CPU: "
+        for part in ("this", "is", "far", "below"):
+            message += part
+        raise ValueError(
+            message
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("forward", "keep", "label", "fields"),
     [
+        (wants_the_cpu_after_all, False, "Tensor.is_cpu", []),
         (wants_the_cpu, False, "Tensor.is_cpu", []),
         (wants_the_cpu_in_words, False, "Tensor.device", []),
         (wants_the_device, True, "Tensor.is_cuda", ["grid"]),
     ],
 )
 def test_a_model_that_refuses_a_place_is_believed(forward, keep, label, fields):
-    found = audit(forward, [batch()], FIELDS, keep_on_cpu={"grid": keep})
+    found = audited(forward, [batch()], FIELDS, keep_on_cpu={"grid": keep})
     grid = {x.field: x for x in found.fields}["grid"]
     assert grid.verdict == "wrong"
     assert told(grid.events) == [" ".join(["mismatch", label, *fields])]
     assert grid.events[0].site.function == forward.__name__
     assert f"({label})" in grid.reason
-    other = audit(forward, [batch()], FIELDS, keep_on_cpu={"grid": not keep})
+    other = audited(forward, [batch()], FIELDS, keep_on_cpu={"grid": not keep})
     assert other.error is None
 
 
+def fails_beside_the_question(patches: torch.Tensor, grid: torch.Tensor) -> None:
+    place = grid.device
+    if patches.shape[0] > 3:
+        raise ValueError(f"too many for {place}")
+
+
+def fails_after_the_question(patches: torch.Tensor, grid: torch.Tensor) -> None:
+    if grid.is_cuda:
+        pass
+    raise ValueError("always")
+
+
+def fails_under_another_condition(patches: torch.Tensor, grid: torch.Tensor) -> None:
+    if grid.is_cpu:
+        pass
+    elif patches.shape[0] > 3:
+        raise ValueError("too many")
+
+
+def fails_inside_of_an_assert(patches: torch.Tensor, grid: torch.Tensor) -> None:
+    assert torch.ones(3, device=grid.device).reshape(7).sum() > 0
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        fails_beside_the_question,
+        fails_after_the_question,
+        fails_under_another_condition,
+        fails_inside_of_an_assert,
+    ],
+)
+def test_a_model_that_fails_near_a_question_has_not_refused_a_place(forward):
+    found = audited(forward, [batch()], FIELDS, keep_on_cpu={"grid": False})
+    assert found.error.startswith(("ValueError", "RuntimeError"))
+    assert told(events_of(found)) == []
+
+
 def test_a_model_that_asks_for_a_place_and_fails_elsewhere_has_not_refused_it():
-    found = audit(asks_and_fails_elsewhere, [batch()], FIELDS, keep_on_cpu={"grid": False})
+    found = audited(asks_and_fails_elsewhere, [batch()], FIELDS, keep_on_cpu={"grid": False})
     assert told(events_of(found)) == []
 
 
@@ -1106,7 +1461,7 @@ def asks_and_torch_fails(patches: torch.Tensor, grid: torch.Tensor) -> None:
 
 
 def test_what_torch_raises_after_a_model_asked_for_a_place_is_no_refusal():
-    found = audit(asks_and_torch_fails, [batch()], FIELDS, keep_on_cpu={"grid": False})
+    found = audited(asks_and_torch_fails, [batch()], FIELDS, keep_on_cpu={"grid": False})
     assert "shapes cannot be multiplied" in found.error
     assert told(events_of(found)) == []
 
@@ -1121,7 +1476,7 @@ def test_what_torch_raises_after_a_model_asked_for_a_place_is_no_refusal():
     ],
 )
 def test_what_torch_refuses_before_any_operation_is_a_mismatch(mixes):
-    found = audit(mixes, [batch()], FIELDS, keep_on_cpu={"grid": True, "patches": False})
+    found = audited(mixes, [batch()], FIELDS, keep_on_cpu={"grid": True, "patches": False})
     assert found.error is None
     assert {x.field: x.verdict for x in found.fields}["grid"] == "wrong"
 
@@ -1135,9 +1490,296 @@ def test_an_interrupt_passes_and_leaves_the_model_as_before():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        audit(forward, [batch()], FIELDS, modules=[model])
+        audited(forward, [batch()], FIELDS, modules=[model])
     assert state(model) == before
     assert torch.ones(1).tolist() == [1]
+
+
+def test_a_buffer_that_changes_its_size_is_as_before():
+    model = Encoder()
+    model.register_buffer("seen", torch.arange(6.0))
+    model.plain = torch.ones(3)
+
+    def forward(patches, grid):
+        model.seen.resize_(100).fill_(patches.sum())
+        model.plain.add_(1)
+        return model(patches, grid), model.seen.sum()
+
+    for _ in range(2):
+        assert verdicts(forward, modules=[model]) == {"patches": "right", "grid": "right"}
+        assert model.seen.tolist() == [0, 1, 2, 3, 4, 5]
+        assert model.seen.untyped_storage().nbytes() == 24
+        assert model.plain.tolist() == [1, 1, 1]
+
+
+PLAIN = {
+    "data": lambda x, d: with_data(x, d * 2),
+    "data of the cpu": lambda x, d: with_data(x, torch.zeros(5)),
+    "resized": lambda x, d: x.resize_(100).fill_(d.sum()),
+    "set": lambda x, d: x.set_(torch.zeros(5)),
+    "turned": lambda x, d: x.t_(),
+    "given for results": lambda x, d: torch.cat([torch.ones(9)], out=x.resize_(0)),
+}
+
+
+@pytest.mark.parametrize("way", PLAIN)
+def test_plain_tensors_of_the_model_are_as_before(way):
+    model = Keeping()
+    parameter = nn.Parameter(torch.ones(2, 3), requires_grad=False)
+    model.plain, model.box.inside = torch.ones(2, 3), (parameter,)
+    tensors = model.plain, model.box.inside[0]
+    before = [(type(x), x.stride(), x.storage_offset(), x.tolist()) for x in tensors]
+
+    def forward(k, d, i):
+        for tensor in tensors:
+            PLAIN[way](tensor, d)
+
+    for _ in range(2):
+        reports(forward, kdi(), KDI, modules=[model])
+        assert [(type(x), x.stride(), x.storage_offset(), x.tolist()) for x in tensors] == before
+        assert model.plain is tensors[0] and model.box.inside[0] is tensors[1]
+
+
+def test_tensors_of_the_model_start_each_batch_as_they_were():
+    model, got = Keeping(), []
+    model.plain, model.box.inside = torch.ones(3).long(), (torch.ones(3).long(),)
+
+    def forward(patches, grid):
+        for tensor in (model.plain, model.box.inside[0]):
+            got.append(tensor.tolist())
+            tensor.copy_(grid[0])
+
+    found = audited(forward, [batch(), batch()], FIELDS, modules=[model])
+    assert got == [[1, 1, 1]] * 4
+    assert told(events_of(found)) == []
+    assert model.plain.tolist() == model.box.inside[0].tolist() == [1, 1, 1]
+
+
+class Box:
+    """An object as any."""
+
+
+class Slotted:
+    __slots__ = ("inside",)
+
+
+def with_inside(box: Any, value: Any) -> Any:
+    box.inside = value
+    return box
+
+
+LEFT = {
+    "object": lambda x: with_inside(Box(), [x]),
+    "slots": lambda x: with_inside(Slotted(), x),
+    "namespace": lambda x: {"a": SimpleNamespace(x=x)},
+    "generator": lambda x: (0, (y * 2 for y in [x])),
+    "generator in an object": lambda x: with_inside(Box(), (y * 2 for y in x)),
+    "map": lambda x: [map(torch.neg, x)],
+    "iterator": lambda x: iter([x]),
+    "deque": lambda x: deque([x]),
+    "mapping": lambda x: UserDict(a=x),
+    "packed": lambda x: nn.utils.rnn.pack_padded_sequence(x[:, None], torch.tensor([2])),
+    "distribution": lambda x: torch.distributions.Normal(x * 2, 1.0, validate_args=False),
+}
+
+
+@pytest.mark.parametrize("way", LEFT)
+def test_what_leaves_in_any_object_is_used(way):
+    found = reports(lambda k, d, i: LEFT[way](d), kdi(), KDI)[1]["d"]
+    assert found.verdict == "right"
+    assert found.reason == "used on the device as part of the forward's result"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_leaves_as_it_came_is_right_wherever_it_is(keep):
+    found = reports(lambda k, d, i: {"k": k}, kdi(), KDI, keep_on_cpu={"k": keep})[1]["k"]
+    where = "on the CPU" if keep else "used on the device"
+    assert (found.verdict, found.reason) == ("right", f"{where} as part of the forward's result")
+    model = Keeping()
+
+    def forward(k, d, i):
+        model.kept = k
+
+    found = reports(forward, kdi(), KDI, keep_on_cpu={"k": keep}, modules=[model])[1]["k"]
+    assert (found.verdict, found.reason) == ("right", f"{where} as part of what the model keeps")
+
+
+def test_a_generator_that_is_run_at_the_end_is_the_models_too():
+    def forward(patches, grid):
+        return [x.tolist() for x in ()], (row.tolist() for row in grid)
+
+    [event] = reports(forward)[1]["grid"].events
+    assert (event.kind, event.count) == ("host_read", 2)
+    assert event.site.source.startswith("return [x.tolist()")
+
+
+kept_here: list[Any] = []
+kept_name: Any = None
+
+
+class Keeping(nn.Module):
+    """A module that keeps what it gets, in many places."""
+
+    kept_by_class: Any = None
+    boxes_of_class: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.box = with_inside(Box(), ([1], "text"))
+        self.queue = deque([1, 2], maxlen=2)
+        self.pair = ([], {})
+        self.ways: dict[str, Any] = {}
+        self.register_buffer("buffer", torch.zeros(2, 3))
+
+    def forward(self, way: str, d: torch.Tensor) -> None:
+        KEEPS[way](self, d * 2)
+
+
+def keep_globally(model: nn.Module, x: torch.Tensor) -> None:
+    global kept_name
+    kept_name = [x]
+
+
+KEEPS = {
+    "attribute": with_inside,
+    "object": lambda m, x: with_inside(m.box, x),
+    "list in an object": lambda m, x: m.box.inside[0].append(x),
+    "new object": lambda m, x: with_inside(m.box, with_inside(Box(), (x,))),
+    "deque": lambda m, x: m.queue.append(x),
+    "tuple": lambda m, x: m.pair[0].append(x),
+    "dict in a tuple": lambda m, x: m.pair[1].update(a=x),
+    "class": lambda m, x: setattr(Keeping, "kept_by_class", x),
+    "new name of a class": lambda m, x: setattr(Keeping, "late", [x]),
+    "dict of a class": lambda m, x: Keeping.boxes_of_class.update(x=x),
+    "global": keep_globally,
+    "global list": lambda m, x: kept_here.append(x),
+    "buffer": lambda m, x: m.buffer.copy_(x),
+    "cache": lambda m, x: remember_it(Twice(x)),
+}
+
+
+class Twice:
+    """Hashed by what it is."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+@functools.lru_cache
+def remember_it(box: Twice) -> torch.Tensor:
+    return box.x * 2
+
+
+def all_of(model: nn.Module) -> Any:
+    box = model.box.inside
+    return [
+        *(dict(vars(model)), list(model.queue), model.queue.maxlen, copy.deepcopy(model.pair)),
+        *(type(box), copy.deepcopy(box), model.buffer.tolist(), list(kept_here), kept_name),
+        *(dict(vars(Keeping)), dict(Keeping.boxes_of_class), remember_it.cache_info().currsize),
+    ]
+
+
+@pytest.mark.parametrize("way", KEEPS)
+def test_what_the_model_keeps_is_used_and_taken_back(way):
+    model = Keeping()
+    remember_it.cache_clear()
+    before = all_of(model)
+
+    def forward(k, d, i):
+        model(way, d)
+
+    for _ in range(2):
+        found = reports(forward, kdi(), KDI, modules=[model])[1]["d"]
+        assert (found.verdict, told(found.events, uses=True)) == ("right", ["device_use state d"])
+        assert found.reason == "used on the device as part of what the model keeps"
+        assert all_of(model) == before
+
+
+def left_over(keep: bool) -> tuple[torch.Tensor, Any]:
+    """A tensor that stays where no audit looks, and an array."""
+    kept: list[Any] = []
+
+    def forward(patches, grid):
+        kept.extend([grid * 2, grid.numpy(force=True)])
+
+    reports(forward, keep_on_cpu={"grid": keep})
+    return kept[0], kept[1]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_tensor_that_stays_is_one_of_the_cpu(keep, tmp_path):
+    tensor = left_over(keep)[0]
+    expected = batch()["grid"] * 2
+    assert tensor.device == torch.device("cpu")
+    assert tensor.is_cpu and not tensor.is_cuda
+    assert repr(tensor) == repr(expected)
+    for plain in (
+        *(tensor + 0, tensor.cpu(), tensor.to("cpu"), tensor.clone(), copy.copy(tensor)),
+        *(copy.deepcopy(tensor), pickle.loads(pickle.dumps(tensor)), torch.stack([tensor])[0]),
+        torch.from_dlpack(tensor),
+    ):
+        assert type(plain) is torch.Tensor and plain.device.type == "cpu"
+        assert torch.equal(plain, expected)
+    torch.save(tensor, tmp_path / "saved.pt")
+    assert torch.equal(torch.load(tmp_path / "saved.pt"), expected)
+    assert tensor.tolist() == expected.tolist() and tensor.sum().item() == expected.sum()
+    assert type(tensor.numpy()) is np.ndarray
+    tensor.add_(1)
+    assert tensor[0, 0] == expected[0, 0] + 1
+    assert torch.ones(2, 3, dtype=torch.int64).copy_(tensor)[0, 0] == expected[0, 0] + 1
+
+
+def test_what_stays_of_gradients_and_weak_references():
+    """In time torch lets go of the one, and Python of the other."""
+    kept: list[Any] = []
+
+    def forward(k, d, i):
+        with torch.enable_grad():
+            leaf = d.clone().requires_grad_()
+            made = leaf.exp() * 2
+        layer = nn.Linear(3, 3).cuda()
+        kept.extend([made, leaf, made[0], layer.weight, d.t(), d])
+        kept.append(weakref.ref(d))
+
+    assert verdicts(forward, kdi(), KDI)["d"] == "unused"
+    made, leaf, row, weight, turned, d, reference = kept
+    assert {type(x) for x in (made, leaf, row, turned)} == {torch.Tensor}
+    assert isinstance(weight, nn.Parameter) and not isinstance(weight, VirtualTensor)
+    assert all(x.device.type == "cpu" for x in (made, leaf, row, weight, turned))
+    assert torch.equal(turned.t(), kdi()["d"]) and torch.equal(row, made[0])
+    # What could not become plain is taken for plain by the next audit.
+    assert reference() is d and d.tolist() == kdi()["d"].tolist()
+    found, fields = reports(lambda k, d, i: i + kept[5], kdi(), KDI)
+    assert told(found.other_events) == ["mismatch aten.add.Tensor"]
+    assert fields["d"].verdict == "unused"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_next_audit_takes_what_stayed_for_its_own_values_only(keep):
+    tensor, array = left_over(keep)
+
+    def forward(patches, grid):
+        assert tensor.is_cpu and tensor.device.type == "cpu"
+        return patches.sum() + tensor, torch.from_numpy(array).cuda(), tensor.tolist()
+
+    found, fields = reports(forward)
+    assert fields["grid"].verdict == "unused"
+    assert told(found.other_events) == ["mismatch aten.add.Tensor", "restored Tensor.cuda"]
+    given = {"patches": batch()["patches"], "grid": tensor}
+    assert verdicts(lambda patches, grid: grid.tolist(), given)["grid"] == "right"
+
+
+def test_what_stays_from_batch_to_batch_is_known_again():
+    kept: dict[str, torch.Tensor] = {}
+
+    def forward(patches, grid):
+        if not kept:
+            kept.update(table=torch.ones(6, device="cuda"), sizes=grid * 2)
+        return patches * kept["table"], kept["sizes"].tolist()
+
+    found = audited(forward, [batch(), batch()], FIELDS)
+    assert [x.verdict for x in found.fields] == ["right", "right"]
+    assert told(events_of(found)) == ["host_read Tensor.tolist grid"]
 
 
 remembered: list[Any] = []
@@ -1180,19 +1822,21 @@ class Attributes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = torch.ones(6)
-        self.tables = {"all": [torch.ones(6), 3]}
+        self.tables = {"all": [torch.ones(6), 3, (torch.ones(6), "x")]}
         self.place, self.device_type = torch.device("cpu"), "cpu"
 
     def forward(self, patches: torch.Tensor, grid: torch.Tensor) -> Any:
         patches.to(self.place).to(self.device_type)
-        return patches * self.table + self.tables["all"][0]
+        return patches * self.table + self.tables["all"][0] - self.tables["all"][2][0]
 
 
 def test_plain_attributes_are_on_the_device_if_asked_for():
     model = Attributes()
     before = dict(vars(model)), model.tables["all"][0]
     found = reports(model)[0]
-    assert told(found.other_events) == ["mismatch aten.mul.Tensor", "mismatch aten.add.Tensor"]
+    assert told(found.other_events) == [
+        f"mismatch aten.{name}.Tensor" for name in ("mul", "add", "sub")
+    ]
     assert told(events_of(reports(model, attributes=True)[0])) == []
     assert (dict(vars(model)), model.tables["all"][0]) == before
 
@@ -1228,12 +1872,12 @@ def test_odd_weights():
 
 def test_weights_that_are_elsewhere_are_refused():
     with pytest.raises(CollateValueError, match=r"weight Linear.weight is on meta; move the model"):
-        audit(nn.Linear(3, 3, device="meta"), [batch()], FIELDS)
+        audited(nn.Linear(3, 3, device="meta"), [batch()], FIELDS)
     model = nn.Linear(3, 3)
     model.weight = nn.Parameter(Elsewhere(torch.ones(3, 3)))
     before = dict(model._parameters)
     with pytest.raises(CollateTypeError, match=r"weight Linear.weight is a Elsewhere; audit the"):
-        audit(model, [batch()], FIELDS)
+        audited(model, [batch()], FIELDS)
     assert {name: id(x) for name, x in model._parameters.items()} == {
         name: id(x) for name, x in before.items()
     }
@@ -1311,12 +1955,28 @@ def test_nested_and_ragged_fields_and_such_without_tensors():
 
 def test_one_tensor_twice_in_a_field_stays_one():
     shared, seen = torch.ones(3), []
-    audit(
+    audited(
         lambda pair: seen.append(pair[0] is pair[1]),
         [{"pair": [shared, shared]}],
         {"pair": Batched()},
     )
     assert seen == [True]
+
+
+def test_arrays_and_sparse_tensors_of_a_batch_are_copied():
+    array, sparse = np.ones(3), torch.eye(2).to_sparse()
+    objects = np.array([[1], [2]], dtype=object)
+
+    def forward(arrays, sparse, objects):
+        assert arrays[0] is arrays[1]
+        arrays[0][0] = 9
+        sparse.values().zero_()
+        objects[0, 0] = 9
+
+    given = {"arrays": [array, array], "sparse": sparse, "objects": objects}
+    reports(forward, given, dict.fromkeys(given, Batched()))
+    assert array.tolist() == [1, 1, 1] and objects.tolist() == [[1], [2]]
+    assert torch.equal(sparse.to_dense(), torch.eye(2))
 
 
 def test_odd_leaves():
@@ -1356,7 +2016,7 @@ def test_batches_of_several_modalities():
         "video": {name: flat[name] for name in ("clips", "grid")},
     }
     for fields in (flat, by_modality):
-        found = audit(forward, groups, fields)
+        found = audited(forward, groups, fields)
         assert [(x.modality, x.field, x.verdict) for x in found.fields] == [
             ("image", "pixels", "right"),
             ("image", "grid", "right"),
@@ -1364,12 +2024,12 @@ def test_batches_of_several_modalities():
             ("video", "grid", "restored"),
         ]
         assert found.num_forwards == 2
-    unnamed = audit(forward, [(None, 1, groups[0].batch)], flat, modality="picture")
+    unnamed = audited(forward, [(None, 1, groups[0].batch)], flat, modality="picture")
     assert {x.modality for x in unnamed.fields} == {"picture"}
 
 
 def test_events_of_all_batches_are_added_up():
-    found = audit(Restoring(), [batch(), batch(), batch()], FIELDS)
+    found = audited(Restoring(), [batch(), batch(), batch()], FIELDS)
     grid = {x.field: x for x in found.fields}["grid"]
     [event] = [event for event in grid.events if event.kind == "restored"]
     assert (event.count, event.num_bytes, grid.num_bytes) == (3, 72, 144)
@@ -1473,7 +2133,7 @@ def test_what_can_be_audited():
         return model(**given)
 
     assert verdicts(call, modules=[model]) == right
-    mixed = reports(call)[0]
+    mixed = reports(call, modules=[])[0]
     assert told(mixed.other_events) == ["mismatch aten.addmm.default"]
     assert reports(model)[0].model == reports(model.forward)[0].model == "Encoder"
     assert reports(model, name="mine")[0].model == "mine"
@@ -1481,6 +2141,34 @@ def test_what_can_be_audited():
         assert verdicts(partial) == right
         assert reports(partial)[0].model == "Encoder"
     assert "test_what_can_be_audited" in mixed.model
+
+
+class Runner:
+    """An object with a model inside, and no module itself."""
+
+    def __init__(self) -> None:
+        self.model = Encoder()
+
+    def encode(self, **given: Any) -> Any:
+        return self.model(**given)
+
+    __call__ = encode
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda **given: None,
+        functools.partial(lambda model, **given: model(**given), Encoder()),
+        Runner(),
+        Runner().encode,
+        functools.wraps(Encoder.forward)(lambda **given: None),
+    ],
+)
+def test_a_function_has_to_say_whose_weights_it_uses(forward):
+    with pytest.raises(CollateValueError, match=r"modules=\[model\], or .* none, modules=\[\]"):
+        audit(forward, [batch()], FIELDS)
+    assert audit(forward, [batch()], FIELDS, modules=[]).num_forwards == 1
 
 
 def test_versions_of_what_took_part(monkeypatch):
@@ -1509,9 +2197,9 @@ def test_inside_other_modes():
 
 def test_a_forward_can_not_start_an_audit():
     def forward(patches, grid):
-        return audit(Encoder(), [batch()], FIELDS)
+        return audited(Encoder(), [batch()], FIELDS)
 
-    found = audit(forward, [batch()], FIELDS)
+    found = audited(forward, [batch()], FIELDS)
     assert found.error.startswith("CollateRuntimeError")
     assert "an audit is running here" in found.error
     assert verdicts(Encoder()) == {"patches": "right", "grid": "right"}
@@ -1598,6 +2286,11 @@ WRONG: dict[str, Any] = {
         "modules are Linear, expected a list of modules",
         {"modules": torch.nn.Linear(2, 2)},
     ),
+    "no modules": (
+        CollateTypeError,
+        "modules have str, expected modules alone",
+        {"modules": ["model"]},
+    ),
     "elsewhere": (
         CollateValueError,
         r"modality 'image', field 'grid': float32 \(2,\) on meta; give batches on the CPU",
@@ -1615,7 +2308,7 @@ def test_wrong_arguments_are_refused_before_anything_runs(what):
 
     options = {"forward": forward, "batches": [batch()], "fields": FIELDS, "modality": "image"}
     with pytest.raises(error, match=message):
-        audit(**{**options, **given})
+        audited(**{**options, **given})
 
 
 def test_the_example_in_the_docstring():

@@ -26,21 +26,22 @@ grid could be kept
 The same with ``grid=Batched(keep_on_cpu=True)``, or ``audit(…, keep_on_cpu={"grid": True})``, calls
 both right.
 
-A method is given as it is, and its object's weights go to the device; what else a function uses is
-named: ``audit(model.get_image_features, …)``, ``audit(lambda **batch: …, …, modules=[model])``.
+A method is given as it is, and its object's weights go to the device; of any other function it is
+named whose weights it uses: ``audit(model.get_image_features, …)``,
+``audit(lambda **batch: …, …, modules=[model])``, with ``modules=[]`` if there are none.
 Batches are mappings, or triples of modality, number of items and mapping, as
 :func:`mmcollate.collate_groups` and vLLM's ``group_and_batch_mm_kwargs`` give them; ``fields`` then
 may be a mapping by modality.
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import platform
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import GeneratorType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -48,6 +49,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmcollate._core import __version__
 from mmcollate.audit import weights
+from mmcollate.audit.contents import within
+from mmcollate.audit.cuda import virtual_cuda
 from mmcollate.audit.findings import (
     Event,
     EventKind,
@@ -57,10 +60,11 @@ from mmcollate.audit.findings import (
     Site,
     Verdict,
 )
-from mmcollate.audit.interception import Interception, virtual_cuda
+from mmcollate.audit.interception import Interception
 from mmcollate.audit.observe import Recorder, raised_at
 from mmcollate.audit.rules import Memory
-from mmcollate.audit.virtual import Session, VirtualTensor
+from mmcollate.audit.session import Session
+from mmcollate.audit.virtual import VirtualTensor
 from mmcollate.errors import (
     CollateKeyError,
     CollateRuntimeError,
@@ -106,11 +110,12 @@ def audit(
     """Runs a model on batches as if on a GPU, and judges the placement of each field.
 
     The model and the batches are as before afterwards, also if the forward raises: it works on
-    copies of the batches' tensors, writes to weights are undone, attributes set on modules, and
-    what is put into their lists and dicts, taken back. What the forward stores elsewhere, or writes
-    to numpy arrays of a batch, stays. torch's random numbers come from a copy of its generator's
-    state. Gradients are off. Only one audit runs at a time in a process; other threads wait, and
-    see ``torch.cuda`` answer as with one GPU.
+    copies of the batches' tensors and arrays, writes to tensors of modules are undone, attributes
+    set on modules, and what is put into their lists and dicts, taken back; and so are tensors put
+    into objects that modules hold, into their classes, and into globals beside these. What the
+    forward stores elsewhere stays, its tensors as tensors of the CPU. torch's random numbers come
+    from a copy of its generator's state. Gradients are off. Only one audit runs at a time in a
+    process; other threads wait, and see ``torch.cuda`` answer as with one GPU.
 
     Args:
         forward: A module, a method of one, or any callable; called with a batch's fields as
@@ -122,8 +127,8 @@ def audit(
         modality: Of the batches that come without one.
         keep_on_cpu: Flags to try in place of the fields' own.
         modules: Whose weights are on the device; by default ``forward`` itself, or the module
-            whose method it is. Of any other function none are, and a field that meets only weights
-            is then judged as if the model ran on the CPU: name them.
+            whose method it is. Of any other function they have to be named; ``[]`` says that it
+            uses none.
         attributes: Whether tensors that are plain attributes of the modules are on the device too,
             and devices among the attributes name it: as in engines that build their models there.
             ``Module.to`` leaves both as they are.
@@ -136,20 +141,27 @@ def audit(
     Raises:
         CollateKeyError: A batch has a field that ``fields`` does not have, or a flag is for none.
         CollateTypeError: ``forward``, a batch, a field or a weight is of no such type.
-        CollateValueError: There is no batch, or something is not on the CPU.
+        CollateValueError: There is no batch, something is not on the CPU, or ``modules`` is left
+            out where ``forward`` does not say whose weights it uses.
         CollateRuntimeError: Called by a forward that is being audited.
     """
+    if not callable(forward):
+        raise CollateTypeError(f"forward is {describe(forward)}, expected a module or a callable")
     runs = _checked_runs(batches, fields, modality, keep_on_cpu or {})
     modules = _modules_of(forward) if modules is None else _checked_modules(modules)
     recorders = {run.modality: Recorder(boundary=_call.__code__) for run in runs}
     errors: dict[str, str] = {}
     with _alone():
-        for run in runs:
-            recorder = recorders[run.modality]
-            try:
-                _run(forward, run, modules, recorder, attributes)
-            except _Failed as failed:
-                errors.setdefault(run.modality, failed.described(run.modality))
+        session = Session()
+        try:
+            for run in runs:
+                session.start(recorders[run.modality], run.device_fields)
+                try:
+                    _run(session, forward, run, modules, attributes)
+                except _Failed as failed:
+                    errors.setdefault(run.modality, failed.described(run.modality))
+        finally:
+            session.end()
     return ModelReport(
         model=name or _name_of(forward, modules),
         fields=tuple(_reports(runs, recorders, errors)),
@@ -176,6 +188,11 @@ class _Run(NamedTuple):
     batch: dict[str, Any]
     fields: dict[str, Field]
     """Of this batch, with the flags that are tried."""
+
+    @property
+    def device_fields(self) -> frozenset[str]:
+        """Those that are not kept."""
+        return frozenset(name for name, x in self.fields.items() if not x.keep_on_cpu)
 
 
 def _checked_runs(
@@ -260,17 +277,24 @@ def _of_partial(forward: Any) -> Any:
 def _checked_modules(modules: Any) -> list[torch.nn.Module]:
     if isinstance(modules, torch.nn.Module) or not isinstance(modules, Iterable):
         raise CollateTypeError(f"modules are {describe(modules)}, expected a list of modules")
-    return list(modules)
+    found = list(modules)
+    for module in found:
+        if not isinstance(module, torch.nn.Module):
+            raise CollateTypeError(f"modules have {describe(module)}, expected modules alone")
+    return found
 
 
 def _modules_of(forward: Any) -> list[torch.nn.Module]:
-    if not callable(forward):
-        raise CollateTypeError(f"forward is {describe(forward)}, expected a module or a callable")
     function = _of_partial(forward)
     if isinstance(function, torch.nn.Module):
         return [function]
     owner = getattr(function, "__self__", None)
-    return [owner] if isinstance(owner, torch.nn.Module) else []
+    if isinstance(owner, torch.nn.Module):
+        return [owner]
+    raise CollateValueError(
+        f"forward is {describe(forward)}, which does not say whose weights it uses; name them,"
+        " modules=[model], or that there are none, modules=[]"
+    )
 
 
 # Runs
@@ -307,13 +331,12 @@ def _alone() -> Iterator[None]:
 
 
 def _run(
+    session: Session,
     forward: Callable[..., Any],
     run: _Run,
     modules: Sequence[torch.nn.Module],
-    recorder: Recorder,
     attributes: bool,
 ) -> None:
-    session = Session(recorder)
     if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
         # Without a driver, indexing what says it is on CUDA fails otherwise.
         torch._C._ensureCUDADeviceGuardSet()
@@ -330,51 +353,43 @@ def _run(
         stack.enter_context(Interception(session))
         stack.enter_context(session.active())
         try:
-            result = _call(forward, batch)
+            results = _call(forward, batch)
         except Exception as error:
-            session.rules.failed(raised_at(error))
+            session.rules.failed(error)
             raise _Failed(error) from error
-        for tensor in _tensors_in(result):
-            op = session.operand(tensor)
-            for name in sorted(op.fields) if op.on_device else ():
-                recorder.device_use(name, "result")
+        for tensor in results:
+            session.leaves(tensor, "result")
 
 
-def _call(forward: Callable[..., Any], batch: dict[str, Any]) -> Any:
-    """Its frame is the boundary between the caller's code and the model's."""
-    result = forward(**batch)
-    return list(result) if isinstance(result, GeneratorType) else result
+def _call(forward: Callable[..., Any], batch: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors in the result. The frame is the boundary between the caller's code and the
+    model's."""
+    found = within([forward(**batch)], run=True)
+    return [x for x in found if isinstance(x, torch.Tensor)]
 
 
 def _placed(session: Session, name: str, run: _Run) -> Any:
-    """A field's batch as virtual tensors, of copies."""
+    """A field's batch as virtual tensors, of copies; numpy's arrays copied too."""
     on_device = not run.fields[name].keep_on_cpu
     made: dict[int, Any] = {}
 
     def place(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-            return leaf
         if id(leaf) not in made:
-            held = leaf.detach().as_subclass(torch.Tensor).clone()
-            tensor = VirtualTensor.of(session, held, Memory(on_device, {name}))
-            tensor.field_name = name
-            made[id(leaf)] = tensor
+            made[id(leaf)] = _placed_leaf(session, name, leaf, on_device)
         return made[id(leaf)]
 
     return map_leaves(place, run.batch[name])
 
 
-def _tensors_in(result: Any) -> Iterator[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, Mapping):
-        for value in result.values():
-            yield from _tensors_in(value)
-    elif isinstance(result, (list, tuple, set, frozenset)):
-        for value in result:
-            yield from _tensors_in(value)
-    elif dataclasses.is_dataclass(result):
-        yield from _tensors_in([getattr(result, f.name) for f in dataclasses.fields(result)])
+def _placed_leaf(session: Session, name: str, leaf: Any, on_device: bool) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return copy.deepcopy(leaf) if hasattr(leaf, "__array_interface__") else leaf
+    held = leaf.detach().clone()
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        return held
+    tensor = VirtualTensor.of(session, held.as_subclass(torch.Tensor), Memory(on_device, {name}))
+    tensor.field_name = name
+    return tensor
 
 
 # The report

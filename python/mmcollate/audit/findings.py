@@ -12,7 +12,7 @@ or the host wanted the memory of a tensor on the device; or the model itself ref
 ``restored``: a kept tensor was copied to the device, by the model or, as an index, by torch.
 ``host_read``: the host read a kept tensor, at no cost.
 ``device_use``: a device tensor met another one that does not stem from the same field, or reached
-the forward's result.
+the forward's result, or is kept by the model.
 """
 
 Verdict: TypeAlias = Literal["right", "wrong", "could be kept", "restored", "unused"]
@@ -41,7 +41,7 @@ class Event:
     kind: EventKind
     operation: str
     """torch's name of it, such as ``aten.add.Tensor`` or ``Tensor.tolist``; ``result`` if the
-    forward returned it."""
+    forward returned it, ``state`` if the model keeps it."""
     fields: tuple[str, ...]
     """The fields from which the tensors involved stem, sorted. Of a mismatch: of those on the CPU,
     also the fields beside which they were made (``device=grid.device``); none if they have none."""

@@ -2,21 +2,21 @@
 
 :class:`Interception` stands between Python and torch's functions: it answers for plain tensors what
 :class:`~mmcollate.audit.virtual.VirtualTensor` answers itself, and runs factories for the virtual
-device on the CPU. :func:`virtual_cuda` answers ``torch.cuda`` as one GPU would.
+device on the CPU.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map, tree_map_only
 
-from mmcollate.audit.arrays import known_fields
+from mmcollate.audit.arrays import known_sources
 from mmcollate.audit.rules import CPU, DEVICE, Memory
-from mmcollate.audit.virtual import Session, VirtualTensor, as_device, is_device
+from mmcollate.audit.session import Session, is_device
+from mmcollate.audit.virtual import VirtualTensor
 
 
 class Interception(TorchFunctionMode):
@@ -35,12 +35,9 @@ class Interception(TorchFunctionMode):
         if handler is not None:
             return handler(self._session, func, *args, **kwargs)
         with self._session.called(name_of(func)):
-            device = kwargs.get("device")
-            if kwargs.get("pin_memory") or (
-                device is not None
-                and (is_device(as_device(device)) or self._session.placed_by(device))
-            ):
-                return _make(self._session, func, args, kwargs)
+            device = self._session.resolve(kwargs.get("device"))
+            if kwargs.get("pin_memory") or is_device(device) or self._session.placed_by(device):
+                return _make(self._session, func, args, {**kwargs, "device": device})
             try:
                 return func(*args, **kwargs)
             except (NotImplementedError, RuntimeError) as error:
@@ -78,7 +75,7 @@ def _make(session: Session, func: Any, args: Any, kwargs: dict[str, Any]) -> Any
     if device is not None:
         given["device"] = CPU
     memory = Memory(
-        is_device(as_device(device)),
+        is_device(device),
         placed_by=session.placed_by(device),
         pinned=bool(kwargs.get("pin_memory")),
     )
@@ -106,7 +103,7 @@ def _from_data(
         given.append(kwargs.pop("obj" if "obj" in kwargs else "data"))
     *owner, data = given
     name = name_of(func)
-    target = as_device(device)
+    target = session.resolve(device)
     if target is None and owner:
         target = session.device_of(owner[0])
     if owner and kwargs.get("dtype") is None:
@@ -203,14 +200,13 @@ def _numpy(session: Session, func: Any, tensor: torch.Tensor, *, force: bool = F
 
 
 def _device(session: Session, func: Any, tensor: torch.Tensor) -> torch.device:
-    session.rules.ask("Tensor.device", session.operand(tensor))
-    return session.device_of(tensor)
+    return session.asked(tensor)
 
 
 def _is_cuda(session: Session, func: Any, tensor: torch.Tensor) -> bool:
     op = session.operand(tensor)
     session.rules.ask("Tensor.is_cuda", op)
-    return op.on_device
+    return op.on_device or bool(func(op.held))
 
 
 def _is_cpu(session: Session, func: Any, tensor: torch.Tensor) -> bool:
@@ -236,10 +232,19 @@ def _tensor_split(
 
 def _set_data(session: Session, func: Any, tensor: torch.Tensor, value: torch.Tensor) -> None:
     """``tensor.data = value``."""
-    func(tensor, value)
+    op = session.operand(value)
     if isinstance(tensor, VirtualTensor):
-        op = session.operand(value)
+        func(tensor, value)
         tensor._held, tensor._memory = op.held, op.memory or Memory(on_device=False)
+    elif op.memory is None:
+        func(tensor, op.held)
+    else:
+        made = VirtualTensor.of(session, op.held, op.memory)
+        made.requires_grad_(tensor.requires_grad)
+        made.take_after(tensor)
+        del session.made[id(made)]
+        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+        session.made[id(tensor)] = tensor
 
 
 def _getitem(session: Session, func: Any, tensor: torch.Tensor, index: Any) -> Any:
@@ -256,7 +261,7 @@ def _indices(session: Session, index: Any) -> Any:
     """Lists and arrays as the CPU tensors that torch makes of them, to copy them to the device."""
     if isinstance(index, tuple):
         return tuple(_indices(session, part) for part in index)
-    if type(index).__module__ == "numpy" or known_fields(index) is not None:
+    if type(index).__module__ == "numpy" or known_sources(index) is not None:
         return index if getattr(index, "ndim", 0) == 0 else _from_data(session, torch.tensor, index)
     if isinstance(index, list) and index and all(map(_is_index, index)):
         return _from_data(session, torch.tensor, index)
@@ -267,6 +272,54 @@ def _is_index(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_index, value))
     return isinstance(value, int) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+def _new(session: Session, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """``Tensor.new``: of sizes, or of values, which may be another tensor's."""
+    if len(args) == 1 and isinstance(args[0], (torch.Tensor, list, tuple)):
+        if not isinstance(args[0], torch.Size):
+            return _from_data(session, torch.Tensor.new_tensor, tensor, args[0], **kwargs)
+    elif args and not isinstance(args[0], int):
+        return func(tensor, *args, **kwargs)
+    sizes = args if args else (0,)
+    return torch.Tensor.new_empty(tensor, *sizes, **kwargs)
+
+
+def _ctc_loss(
+    session: Session,
+    func: Any,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Takes its targets to where the probabilities are; the host reads the lengths."""
+    name = name_of(func)
+    lengths = (
+        session.read(x, name).tolist() if isinstance(x, torch.Tensor) else x
+        for x in (input_lengths, target_lengths)
+    )
+    there = session.move(targets, session.device_of(log_probs), name)
+    made: torch.Tensor = session.opaque(func, name, (log_probs, there, *lengths, *args), kwargs)
+    return made
+
+
+def _recurrent(session: Session, func: Any, *args: Any) -> Any:
+    """``torch.lstm`` and the like, which of a packed sequence get its sizes, on the CPU."""
+    name = name_of(func)
+    if not isinstance(args[3], (list, tuple)):
+        return session.opaque(func, name, args, {})
+    data, sizes, *others = args
+    op = session.operand(sizes)
+    if op.on_device:
+        session.rules.refused_place(name, op)
+
+    def packed(data: torch.Tensor, *others: Any) -> Any:
+        return func(data, op.held, *others)
+
+    return session.opaque(packed, name, (data, *others), {})
 
 
 def _whole(session: Session, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -304,140 +357,11 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.tensor_split: _tensor_split,
     torch.Tensor.tensor_split: _tensor_split,
     torch.nn.functional.scaled_dot_product_attention: _whole,
+    torch.Tensor.new: _new,
+    torch.ctc_loss: _ctc_loss,
+    torch.nn.functional.ctc_loss: _ctc_loss,
+    torch.lstm: _recurrent,
+    torch.gru: _recurrent,
+    torch.rnn_tanh: _recurrent,
+    torch.rnn_relu: _recurrent,
 }
-
-
-# torch.cuda
-
-
-class _Stream:
-    """Stands for ``torch.cuda.Stream`` where nothing runs later."""
-
-    device = DEVICE
-    cuda_stream = stream_id = device_index = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __enter__(self) -> "_Stream":
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def record_event(self, event: Any = None) -> Any:
-        return _Event() if event is None else event
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
-
-class _Event:
-    """Stands for ``torch.cuda.Event``; passed from the start."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
-    def elapsed_time(self, end: Any) -> float:
-        return 0.0
-
-
-class _Properties:
-    """What models ask of a device's properties."""
-
-    name = "virtual device"
-    major, minor = 9, 0
-    total_memory = 80 << 30
-    multi_processor_count = 132
-    warp_size = 32
-
-
-def _context(stream: Any = None) -> Any:
-    return contextlib.nullcontext(stream)
-
-
-def _answers(session: Session) -> Iterator[tuple[Any, str, Any]]:
-    """Module, name and the answer, which takes the place of torch's own."""
-
-    def synchronize(device: Any = None) -> None:
-        session.recorder.record("sync", "torch.cuda.synchronize", ())
-
-    always: dict[str, Any] = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_stream": lambda device=None: _Stream(),
-        "set_stream": lambda stream: None,
-        "synchronize": synchronize,
-        "empty_cache": lambda: None,
-    }
-    cuda: dict[str, Any] = {
-        "current_device": lambda: DEVICE.index,
-        "set_device": lambda device: None,
-        "device": _context,
-        "device_of": _context,
-        "stream": _context,
-        "Stream": _Stream,
-        "ExternalStream": _Stream,
-        "Event": _Event,
-        "default_stream": lambda device=None: _Stream(),
-        "is_bf16_supported": lambda including_emulation=True: True,
-        "is_current_stream_capturing": lambda: False,
-        "get_device_name": lambda device=None: _Properties.name,
-        "get_device_capability": lambda device=None: (_Properties.major, _Properties.minor),
-        "get_device_properties": lambda device=None: _Properties(),
-        "mem_get_info": lambda device=None: (_Properties.total_memory,) * 2,
-    }
-    accelerator: dict[str, Any] = {
-        "current_accelerator": lambda check_available=False: torch.device("cuda"),
-        "current_device_index": lambda: DEVICE.index,
-        "set_device_index": lambda device: None,
-    }
-    from_numpy = torch.from_numpy
-
-    def traced_from_numpy(array: Any) -> torch.Tensor:
-        return session.place(from_numpy(array), Memory(False, set(session.fields_of_array(array))))
-
-    # Not a function that modes see.
-    yield torch, "from_numpy", traced_from_numpy
-    for module, own in ((torch.cuda, cuda), (getattr(torch, "accelerator", None), accelerator)):
-        for name, answer in (always | own).items():
-            if hasattr(module, name):
-                yield module, name, answer
-
-
-@contextlib.contextmanager
-def virtual_cuda(session: Session) -> Iterator[None]:
-    """Has ``torch.cuda`` and ``torch.accelerator`` answer as with one GPU; for all threads.
-
-    ``torch.cuda.synchronize`` is told to the session's recorder.
-    """
-    answers = list(_answers(session))
-    before = [(module, name, getattr(module, name)) for module, name, _ in answers]
-    try:
-        for module, name, answer in answers:
-            setattr(module, name, answer)
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)

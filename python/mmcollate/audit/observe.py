@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, FrameType
 
 import torch
@@ -21,6 +22,12 @@ MAX_DEVICE_USES = 5
 """Lines of a field's device uses that are kept. A field that the model computes with is used by
 every line that follows; the first ones tell where it is needed."""
 
+LEFT = {
+    "result": "as part of the forward's result",
+    "state": "as part of what the model keeps",
+}
+"""Where a tensor is when the forward is over; a device use then, though no operation's."""
+
 _OWN = str(Path(__file__).resolve().parents[1]) + "/"
 _TORCH = str(Path(torch.__file__).resolve().parent) + "/"
 _STANDARD = tuple(
@@ -28,7 +35,7 @@ _STANDARD = tuple(
 )
 _PACKAGES = ("site-packages", "dist-packages")
 
-_Key = tuple[EventKind, str, tuple[str, ...], tuple[str, ...], tuple[Site, ...]]
+_Key = tuple[EventKind, str, tuple[str, ...], frozenset[str], tuple[Site, ...]]
 
 
 # The model's own lines
@@ -40,31 +47,40 @@ def stack_of(frame: FrameType | None, boundary: CodeType | None) -> tuple[Site, 
     Left out are frames of torch, of mmcollate, of the standard library, of generated code, and all
     outside the one that runs ``boundary``.
     """
-    sites = []
+    return tuple(_site(own, own.f_lineno) for own in own_frames(frame, boundary))
+
+
+def own_frames(frame: FrameType | None, boundary: CodeType | None) -> Iterator[FrameType]:
+    """The frames of :func:`stack_of`."""
     while frame is not None and frame.f_code is not boundary:
-        if (site := _site(frame, frame.f_lineno)) is not None:
-            sites.append(site)
+        if _place_of(frame) is not None:
+            yield frame
         frame = frame.f_back
-    return tuple(sites)
 
 
 def raised_at(error: BaseException) -> Site | None:
     """The innermost of the model's own lines that an exception came through."""
-    found = None
-    traceback = error.__traceback__
-    while traceback is not None:
-        found = _site(traceback.tb_frame, traceback.tb_lineno) or found
-        traceback = traceback.tb_next
-    return found
+    found = raised_in(error)
+    return None if found is None else _site(*found)
 
 
-def _site(frame: FrameType, line: int) -> Site | None:
-    """``None`` if the frame is not the model's."""
-    place = _place(frame.f_code.co_filename, frame.f_globals.get("__name__"))
-    if place is None:
-        return None
+def raised_in(error: BaseException) -> tuple[FrameType, int] | None:
+    """The frame and the line of :func:`raised_at`."""
+    own = [
+        (frame, line)
+        for frame, line in walk_tb(error.__traceback__)
+        if _place_of(frame) is not None
+    ]
+    return own[-1] if own else None
+
+
+def _place_of(frame: FrameType) -> str | None:
+    return _place(frame.f_code.co_filename, frame.f_globals.get("__name__"))
+
+
+def _site(frame: FrameType, line: int) -> Site:
     source = linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip()
-    return Site(place, line, _name(frame.f_code), source)
+    return Site(_place_of(frame) or "", line, _name(frame.f_code), source)
 
 
 def _name(code: CodeType) -> str:
@@ -99,7 +115,9 @@ def _place(name: str, module: str | None) -> str | None:
 class _Seen:
     event: Event
     on_device: frozenset[str]
-    """Of a mismatch: the fields of its device tensors."""
+    """Of a mismatch: the fields of its device tensors, which met something of the CPU."""
+    misplaced: frozenset[str]
+    """Of a mismatch: the fields of its device tensors that have to be on the CPU."""
 
 
 @dataclass
@@ -110,6 +128,8 @@ class Recorder:
     """Of the function whose callers are not the model's."""
     touched: set[str] = field(default_factory=set)
     """Fields whose data took part in any operation."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Where tensors on the CPU are at the end that stem from a field, as in :data:`LEFT`."""
     shape_reads: dict[str, Site | None] = field(default_factory=dict)
     """The first line that asked for a field's shape or the like."""
     _seen: dict[_Key, _Seen] = field(default_factory=dict)
@@ -122,6 +142,7 @@ class Recorder:
         fields: Iterable[str],
         *,
         on_device: Iterable[str] = (),
+        misplaced: Iterable[str] = (),
         detail: str = "",
         num_bytes: int = 0,
         non_blocking: bool | None = None,
@@ -133,7 +154,8 @@ class Recorder:
             kind: As of the event.
             operation: As of the event.
             fields: From which the tensors concerned stem; of a mismatch, those on the CPU.
-            on_device: Of a mismatch, the fields of the device tensors.
+            on_device: Of a mismatch, the fields of the device tensors that met them.
+            misplaced: Of a mismatch, the fields of device tensors that have to be on the CPU.
             detail: Of the first such event.
             num_bytes: Added up.
             non_blocking: Stays true while all are.
@@ -142,12 +164,12 @@ class Recorder:
         if stack is None:
             stack = self.stack()
         names = tuple(sorted(fields))
-        others = tuple(sorted(on_device))
-        key = (kind, operation, names, others, stack)
+        others, misplaced = frozenset(on_device), frozenset(misplaced)
+        key = (kind, operation, names, others | misplaced, stack)
         seen = self._seen.get(key)
         if seen is None:
             event = Event(kind, operation, names, stack, detail, 1, num_bytes, non_blocking)
-            self._seen[key] = _Seen(event, frozenset(others))
+            self._seen[key] = _Seen(event, others, misplaced)
             return
         event = seen.event
         if non_blocking is not None:
@@ -159,12 +181,17 @@ class Recorder:
             non_blocking=non_blocking,
         )
 
-    def device_use(self, name: str, operation: str, detail: str = "") -> None:
-        """Adds that a device tensor which stems from a field met another, or is in the result."""
+    def device_use(
+        self,
+        name: str,
+        operation: str,
+        detail: str = "",
+        stack: tuple[Site, ...] | None = None,
+    ) -> None:
+        """Adds that a device tensor which stems from a field met another, or is left at the end."""
         before = self._device_uses.get(name, 0)
         if before < MAX_DEVICE_USES:
             known = len(self._seen)
-            stack = () if operation == "result" else None
             self.record("device_use", operation, (name,), detail=detail, stack=stack)
             self._device_uses[name] = before + len(self._seen) - known
 
@@ -174,9 +201,13 @@ class Recorder:
             stack = self.stack()
             self.shape_reads[name] = stack[0] if stack else None
 
-    def stack(self) -> tuple[Site, ...]:
+    def frames(self) -> Iterator[FrameType]:
         """The model's own frames now, the innermost first."""
-        return stack_of(sys._getframe(2), self.boundary)
+        return own_frames(sys._getframe(1), self.boundary)
+
+    def stack(self) -> tuple[Site, ...]:
+        """The lines of these frames."""
+        return stack_of(sys._getframe(1), self.boundary)
 
     # Verdicts
 
@@ -211,9 +242,8 @@ class Recorder:
     def _events_of(self, name: str) -> Iterator[Event]:
         used = name in self._device_uses
         for seen in self._seen.values():
-            if name in seen.event.fields or (
-                not used and not seen.event.fields and name in seen.on_device
-            ):
+            met = not used and not seen.event.fields and name in seen.on_device
+            if met or name in seen.misplaced or name in seen.event.fields:
                 yield seen.event
 
     def other_events(self, reported: Iterable[str]) -> tuple[Event, ...]:
@@ -223,7 +253,7 @@ class Recorder:
         return tuple(
             seen.event
             for seen in self._seen.values()
-            if not names.intersection(seen.event.fields)
+            if not names & {*seen.event.fields, *seen.misplaced}
             and (seen.event.fields or not unused.intersection(seen.on_device))
         )
 
@@ -244,6 +274,8 @@ class Recorder:
                 return "right", f"read by the host {_at(event)}"
             if name in self.touched:
                 return "right", "used in operations of the CPU alone"
+            if name in self.left:
+                return "right", f"on the CPU {LEFT[self.left[name]]}"
         else:
             if (event := first.get("device_use")) is not None:
                 return "right", f"used on the device {_at(event)}"
@@ -257,8 +289,8 @@ class Recorder:
 
 
 def _at(event: Event) -> str:
-    if event.operation == "result":
-        return "as part of the forward's result"
+    if event.operation in LEFT:
+        return LEFT[event.operation]
     return f"{_of(event.site)} ({event.operation})"
 
 

@@ -7,12 +7,14 @@ The host waits where an operation's result has a shape or a value that it has to
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 
 from mmcollate.audit.findings import Site
 from mmcollate.audit.observe import Recorder
+from mmcollate.audit.refusals import refused
 
 DEVICE = torch.device("cuda", 0)
 """Where virtual device tensors say they are."""
@@ -39,25 +41,15 @@ _WAITING = frozenset(
 )
 """Others wait by their arguments, see :func:`_waits`."""
 
+_FILLS = frozenset({"fill", "fill_"})
 _WRITING_BY_INDEX = frozenset({"index_put", "index_put_", "_index_put_impl_"})
 _INDEXING = frozenset({"index", "_unsafe_index"}) | _WRITING_BY_INDEX
 
-_CPU_ARGUMENTS = {
-    **dict.fromkeys(_INDEXING, "indices"),
-    "_pack_padded_sequence": "lengths",
-    "_pad_packed_sequence": "batch_sizes",
-}
-"""What may, or has to, be on the CPU though others are on the device."""
+HOST_SIZES = {"_pack_padded_sequence": "lengths", "_pad_packed_sequence": "batch_sizes"}
+"""What has to be on the CPU wherever the others are; of it the second result is made, there too."""
 
 _NO_SCALARS = frozenset({"cat", "stack"})
 """Operations that refuse even a tensor without dimensions."""
-
-
-_CONDITION_LINES = 2
-"""How far below a condition is what it guards."""
-
-CPU_RESULTS = {"_pack_padded_sequence": 1, "_pad_packed_sequence": 1}
-"""Which result is on the CPU wherever the operation runs."""
 
 
 @dataclass
@@ -87,6 +79,8 @@ class Operand(NamedTuple):
     """The CPU tensor with its values."""
     memory: Memory | None
     """``None`` of a plain tensor."""
+    written: bool = False
+    """Whether the operation writes to it."""
 
     @property
     def on_device(self) -> bool:
@@ -109,7 +103,7 @@ class Operand(NamedTuple):
 
     def __str__(self) -> str:
         dtype = str(self.held.dtype).removeprefix("torch.")
-        shape = ", ".join(map(str, self.held.shape))
+        shape = "nested" if self.held.is_nested else ", ".join(map(str, self.held.shape))
         stems = sorted(self.fields)
         stems += [f"placed as {name}" for name in sorted(self.decided_by - self.fields)]
         known = f" [{', '.join(stems)}]" if stems else ""
@@ -131,7 +125,7 @@ class Rules:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._asked: tuple[str, Operand, tuple[Site, ...]] | None = None
+        self._asked: tuple[str, Operand, tuple[CodeType, int], tuple[Site, ...]] | None = None
 
     def operation(
         self,
@@ -155,6 +149,10 @@ class Rules:
         """
         self._recorder.touched |= fields_of(operands)
         device = [op for op in operands if op.on_device]
+        if name in _FILLS and len(operands) == 2 and len(device) == 1:
+            # From another place torch takes the value as a number.
+            self.read(label, operands[1])
+            return
         if device:
             self._mixed(label, name, operands, strict)
             if _waits(name, operands, arguments):
@@ -164,22 +162,28 @@ class Rules:
             self.read(caller or label, operands[0])
 
     def _mixed(self, label: str, name: str, operands: Sequence[Operand], strict: bool) -> None:
-        allowed = _CPU_ARGUMENTS.get(name) if operands[0].on_device else None
-        refused = []
+        host = HOST_SIZES.get(name)
         for op in operands:
-            if op.on_device:
+            if op.on_device and op.argument == host:
+                self.refused_place(label, op)
+        free = [op for op in operands if op.argument != host]
+        device = [op for op in free if op.on_device]
+        refused = []
+        for op in free:
+            if op.on_device or not device:
                 continue
-            if op.argument == allowed:
-                if name in _INDEXING:
-                    self._implicit_copy(label, op, operands)
-            elif (op.held.dim() > 0 or name in _NO_SCALARS) and (strict or op.decided_by):
+            if name in _INDEXING and op.argument == "indices" and operands[0].on_device:
+                self._implicit_copy(label, op, operands)
+            elif (op.held.dim() > 0 or op.written or name in _NO_SCALARS) and (
+                strict or op.decided_by
+            ):
                 refused.append(op)
         if refused:
             self._recorder.record(
                 "mismatch",
                 label,
                 decided_by(refused),
-                on_device=decided_by(op for op in operands if op.on_device),
+                on_device=decided_by(device),
                 detail=_detail(operands),
             )
 
@@ -203,26 +207,22 @@ class Rules:
 
     def ask(self, label: str, op: Operand) -> None:
         """The model asks where a tensor is; what it then raises may be its own refusal."""
-        if op.decided_by:
-            self._asked = label, op, self._recorder.stack()
+        if op.decided_by and (frame := next(self._recorder.frames(), None)) is not None:
+            at = frame.f_code, frame.f_lineno
+            self._asked = label, op, at, self._recorder.stack()
 
-    def failed(self, site: Site | None) -> None:
-        """The model raised: refused, if it had just asked where a tensor is, in this line or in a
-        condition above it, and did so itself: what torch raises there has other reasons."""
-        if self._asked is None or site is None or not site.source.startswith(("raise", "assert")):
+    def failed(self, error: Exception) -> None:
+        """The forward raised: a tensor's place is refused if the model did so itself, under a
+        condition in which it had just asked for that place."""
+        if self._asked is None:
             return
-        label, op, stack = self._asked
-        asked = stack[0] if stack else None
-        if (
-            asked is not None
-            and (asked.file, asked.function) == (site.file, site.function)
-            and 0 <= site.line - asked.line <= _CONDITION_LINES
-        ):
+        label, op, (code, line), stack = self._asked
+        if refused(error, code, line):
             self._recorder.record(
                 "mismatch",
                 label,
                 () if op.on_device else op.decided_by,
-                on_device=op.decided_by if op.on_device else (),
+                misplaced=op.decided_by if op.on_device else (),
                 detail=str(op),
                 stack=stack,
             )
@@ -243,10 +243,10 @@ class Rules:
         elif op.fields:
             self._recorder.record("host_read", label, op.fields, detail=str(op))
 
-    def refused_read(self, label: str, op: Operand) -> None:
-        """The host wants a tensor's memory, which has to be on the CPU, and is not."""
+    def refused_place(self, label: str, op: Operand) -> None:
+        """A tensor has to be on the CPU, for the host wants its memory, and is not."""
         self.touch(op)
-        self._recorder.record("mismatch", label, (), on_device=op.decided_by, detail=str(op))
+        self._recorder.record("mismatch", label, (), misplaced=op.decided_by, detail=str(op))
 
     def transfer(
         self, label: str, source: Operand, to_device: bool, num_bytes: int, non_blocking: bool

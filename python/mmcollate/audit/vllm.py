@@ -90,7 +90,26 @@ def load(model: str, **engine_args: Any) -> Any:
     settings = {"enforce_eager": True, "max_model_len": -1, "max_num_seqs": 4, **engine_args}
     # Before weights are loaded.
     _check_multimodal(EngineArgs(model, **settings).create_model_config())
-    return LLM(model, **settings)
+    with _plain_weights():
+        return LLM(model, **settings)
+
+
+@contextlib.contextmanager
+def _plain_weights() -> Iterator[None]:
+    """Where a CPU has AVX-512 or AMX, vLLM packs weights away for kernels of its own. Fields then
+    meet no weights, as they would on a GPU."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    packing: tuple[tuple[Any, str, Any], ...] = (
+        (_custom_ops, "_supports_onednn", False),
+        (utils, "check_cpu_sgl_kernel", lambda *_: False),
+    )
+    with contextlib.ExitStack() as stack:
+        for module, name, value in packing:
+            if hasattr(module, name):
+                stack.enter_context(_replaced(module, name, value))
+        yield
 
 
 def _check_multimodal(config: Any) -> None:
@@ -183,7 +202,8 @@ def observe(llm: Any, runs: Iterable[Sequence[Any]]) -> Seen:
     """Runs requests through the engine, and keeps what reaches its encoder.
 
     Args:
-        llm: From :func:`load`, or any other ``LLM`` whose model is in this process.
+        llm: From :func:`load`, or any other ``LLM`` whose model is in this process. What another
+            one has packed away (see ``_plain_weights``) is met by no field.
         runs: Of each run the requests that are there together, as ``LLM.generate`` takes them.
 
     Raises:
