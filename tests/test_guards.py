@@ -6,6 +6,7 @@ A fast path that trusts the exchange of raw pointers would take most of these fo
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import os
@@ -643,6 +644,65 @@ def test_a_mode_sees_the_operations_it_would_see(mode, kind):
         return [x for x in log.seen if "stack" in x or "cat" in x]
 
     assert same_run(run).result
+
+
+@pytest.mark.parametrize("mode", [Logging, LoggingDispatch])
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("field", ["batched", "kept", "flat", "shared"])
+def test_a_mode_sees_what_becomes_of_one_item(mode, device, nested, field):
+    """In inference mode, where torch shows operations whole: a move to the host as well, though
+    the tensor is there."""
+    kind = functools.partial(batched, keep_on_cpu=True) if field == "kept" else KINDS[field]
+
+    def run(group):
+        with torch.inference_mode():
+            leaf = numbered(3)
+            items = [item(x=kind([leaf] if nested else leaf))]
+            with mode() as log:
+                list(group(items, device=device))
+        return [name for name in log.seen if name in ("unsqueeze", "to") or "aten" in name]
+
+    same_run(run)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@every_kind
+def test_what_is_traced_of_one_item_is_the_same(kind, device):
+    def run(group):
+        def traced(leaf):
+            [(_, batch)] = group([item(x=KINDS[kind](leaf))], device=device)
+            return batch["x"] * 1
+
+        graph = torch.jit.trace(traced, numbered(3), check_trace=False).graph
+        return [node.kind() for node in graph.nodes()]
+
+    assert same_run(run).result
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@every_kind
+def test_one_item_within_a_gradient_or_among_fake_tensors(kind, device):
+    def within_gradient(group):
+        seen = []
+
+        def loss(x):
+            [(_, batch)] = group([item(x=KINDS[kind](numbered(3)))], device=device)
+            seen.append(torch._C._functorch.is_gradtrackingtensor(batch["x"]))
+            return (batch["x"].sum() * x).sum()
+
+        torch.func.grad(loss)(ones(3))
+        return seen
+
+    def among_fakes(group):
+        with torch.inference_mode():
+            leaf = numbered(3)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                [(_, batch)] = group([item(x=KINDS[kind](leaf))], device=device)
+                return type(batch["x"]).__name__
+
+    same_run(within_gradient)
+    same_run(among_fakes)
 
 
 @every_kind

@@ -734,6 +734,24 @@ def test_a_marker_within_a_value_is_an_error_in_plain_items_too(kind, within):
         assert "found OMITTED within a value" in str(error)
 
 
+class Lazy(list):
+    def __iter__(self):
+        raise RuntimeError("read")
+
+
+class LazyDict(dict):
+    def values(self):
+        raise RuntimeError("read")
+
+
+@pytest.mark.parametrize("value", [Lazy([1, 2]), LazyDict(a=1)])
+def test_looking_for_a_marker_runs_no_code_of_the_values(value):
+    [found] = collate([{"x": value}], {"x": Batched()})["x"]
+    assert found is value
+    assert "OMITTED within" in str(raised(collate, [{"x": Lazy([OMITTED])}], {"x": Batched()}))
+    assert "OMITTED within" in str(raised(collate, [{"x": LazyDict(a=OMITTED)}], {"x": Batched()}))
+
+
 @pytest.mark.parametrize("value", [in_itself, very_deep])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_marker_is_found_in_a_list_without_end(kind, value):

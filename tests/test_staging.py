@@ -22,12 +22,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mmcollate
+import numpy as np
 import pytest
 import torch
 from compare import assert_same
 from mmcollate import (
     Batched,
     CollateRuntimeError,
+    CollateTypeError,
     CollateValueError,
     Flat,
     Shared,
@@ -947,6 +949,27 @@ def test_one_batch_that_fits_is_one_copy_and_one_more_for_each_kept_field(monkey
     device.stream.advance()
     assert is_right(batch, items, fields)
     assert mmcollate.stats()["fields"]["stage"] == 5
+
+
+@pytest.mark.parametrize("outlives", [True, np.True_, 1, False, np.False_, 0, None])
+def test_what_outlives_a_batch_may_be_said_by_any_truth(outlives):
+    items = [{"x": noise(2, 40_000), "y": [noise(n, 9)]} for n in (4, 5, 6)]
+    fields = {name: Batched(outlives_batch=outlives) for name in ("x", "y")}
+    device = FakeDevice()
+    for made in (stage(items, fields, device=device).to(), send(device, items, fields)):
+        device.synchronize()
+        assert is_right(made, items, fields)
+    assert device.copies == (8 if outlives else 2)
+
+
+def test_items_are_looked_at_before_the_settings_of_pinned_memory(monkeypatch):
+    monkeypatch.setenv("MMCOLLATE_PINNED_MAX_MB", "many")
+    fields = {"x": Batched()}
+    assert collate([], fields, device=FakeDevice(), pin_memory=True) == {}
+    with pytest.raises(CollateTypeError, match="a sequence of items"):
+        collate(5, fields, device=FakeDevice(), pin_memory=True)
+    with pytest.raises(CollateValueError, match="MMCOLLATE_PINNED_MAX_MB"):
+        collate([{"x": noise(3)}], fields, device=FakeDevice(), pin_memory=True)
 
 
 def test_gaps_and_padding_are_zero_although_slots_are_dirty(monkeypatch):

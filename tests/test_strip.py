@@ -272,6 +272,8 @@ def very_deep() -> list[Any]:
         (lambda: torch.ones(3, device="meta"), 12),
         (lambda: [Refuses(), torch.Tensor, np.ndarray, torch.ones(1)], 4),
         (lambda: SimpleNamespace(nbytes="many"), 0),
+        (lambda: SimpleNamespace(nbytes=-8), 0),
+        (lambda: SimpleNamespace(nbytes=np.int64(9)), 9),
         (lambda: iter([1]), 0),
     ],
 )

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
@@ -125,8 +125,8 @@ def collate(
     """
     if missing != "error":
         return _without_missing(items, fields, device, pin_memory, modality, require, missing)
-    backend = staging.backend_for(device, pin_memory)
-    batch, plan = _one_batch(items, fields, device, pin_memory, backend, modality, require)
+    find = functools.partial(staging.backend_for, device, pin_memory)
+    batch, plan = _one_batch(items, fields, device, pin_memory, find, modality, require)
     if plan is not None:
         plan.send(batch)
     return batch
@@ -159,8 +159,11 @@ def stage(
     """
     backend = staging.staged_to(device)
     target = backend if device is None else device
-    through = backend if staging.has_room(backend) else None
-    batch, plan = _one_batch(items, fields, target, True, through, modality, require)
+
+    def find() -> Backend | None:
+        return backend if staging.has_room(backend) else None
+
+    batch, plan = _one_batch(items, fields, target, True, find, modality, require)
     return staging.Staged(batch, backend, plan)
 
 
@@ -169,13 +172,13 @@ def _one_batch(
     fields: Mapping[str, Field] | None,
     device: Any,
     pin_memory: bool,
-    backend: Backend | None,
+    find_backend: Callable[[], Backend | None],
     modality: str | None,
     require: Required,
     indices: Sequence[int] | None = None,
 ) -> tuple[dict[str, Any], staging.Bound | None]:
-    """The batch, and what of it is bound for the device and not there yet: nothing without a
-    backend to stage through."""
+    """The batch, and what of it is bound for the device and not there yet: nothing if there is no
+    backend to stage through. That is asked for after all else was looked at."""
     _check_modality(modality)
     sequence = _as_list(items, modality)
     context = _Context(modality, 0, indices)
@@ -184,6 +187,7 @@ def _one_batch(
     if not sequence:
         return {}, None
     core, known = _core_and_fields(fields, sequence, context)
+    backend = find_backend()
     end, batch, plan = _next_group(
         core, sequence, len(sequence), known, device, pin_memory, context, backend
     )
@@ -332,13 +336,11 @@ def _without_missing(
         )
         presence.check_alike(rows, fields, modality)
         parts = omitting.by_items_present(rows, presence.values_of)
-    backend = staging.backend_for(device, pin_memory)
+    find = functools.partial(staging.backend_for, device, pin_memory)
     found = []
     for names, indices in parts:
         picked = [presence.only(given[index], names) for index in indices]
-        batch, plan = _one_batch(
-            picked, fields, device, pin_memory, backend, modality, None, indices
-        )
+        batch, plan = _one_batch(picked, fields, device, pin_memory, find, modality, None, indices)
         if plan is not None:
             plan.send(batch)
         found.append(Present(batch, {name: list(indices) for name in batch}))
@@ -592,10 +594,8 @@ def _normalize(value: Any, name: str, index: int, context: _Context) -> Any:
     """numpy arrays as tensors, also in lists; everything else as it is, but for what only stands
     for a value."""
     if type(value) in (list, tuple):
-        if Omitted in map(type, value):
-            raise presence.omitted_within(context.modality, name, context.item(index))
         try:
-            inner = [_normalize(x, name, index, context) for x in value]
+            inner = [_inner(x, name, index, context) for x in value]
         except RecursionError as error:
             index = context.item(index)
             raise errors.CollateValueError(
@@ -638,6 +638,13 @@ def _normalize(value: Any, name: str, index: int, context: _Context) -> Any:
             field=name,
             item=index,
         ) from error
+
+
+def _inner(value: Any, name: str, index: int, context: _Context) -> Any:
+    """:func:`_normalize` for what a list holds."""
+    if value is OMITTED:
+        raise presence.omitted_within(context.modality, name, context.item(index))
+    return _normalize(value, name, index, context)
 
 
 def _as_tensor(array: Any) -> torch.Tensor:

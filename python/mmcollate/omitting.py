@@ -66,9 +66,15 @@ def holds_omitted(values: Iterable[Any]) -> bool:
             return False
         found = {id(x): x for x in level if isinstance(x, nests) and id(x) not in seen}
         seen |= found
-        inner: Iterable[Any] = (x.values() if isinstance(x, dict) else x for x in found.values())
-        level = list(chain.from_iterable(inner))
+        level = list(chain.from_iterable(map(_inner, found.values())))
     return False
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    """What a container holds, whatever its class says when it is asked."""
+    if isinstance(value, dict):
+        return dict.values(value)
+    return list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
 
 
 Values: TypeAlias = Callable[[Any], Iterable[tuple[str, Any]]]

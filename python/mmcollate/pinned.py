@@ -33,11 +33,6 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def process() -> int:
-    """The id of this process."""
-    return _process
-
-
 class _Sums(TypedDict):
     batches: int
     """Batches that were staged."""
@@ -84,7 +79,7 @@ class Arena:
         # torch rounds what it pins up to a power of two.
         slot_bytes = max(_floor_power(slot_bytes), _floor_power(cap) // _MOST_SLOTS)
         self.backend = backend
-        self.pid = _process
+        self.pid = os.getpid()
         self.cap = cap
         # Read once: a look at the environment takes as long as all the books do.
         self.debug = config.debug()
@@ -295,7 +290,7 @@ class Slot:
         behind them has passed."""
         arena, pair = self._arena, self._pair
         # Of a process that this one was forked from, it is not this one's to give back.
-        if pair is None or arena.pid != _process:
+        if pair is None or arena.pid != os.getpid():
             return
         # An interrupt anywhere below leaves what `__del__` can finish.
         if self.is_read:

@@ -12,6 +12,7 @@ A batch that does not fit into one slot fills several, and while the device read
 filled. A slot is written to again only when its fence has passed.
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ import torch
 from mmcollate import _core, errors
 from mmcollate.backends import Backend, Fence, backend_of, current
 from mmcollate.fields import Field
-from mmcollate.pinned import ArenaStats, Passed, Slot, arena_of, process
+from mmcollate.pinned import ArenaStats, Passed, Slot, arena_of
 from mmcollate.reference import iter_leaves
 
 ALIGN = 256
@@ -310,7 +311,7 @@ class Bound:
     def _outlives(self, name: Any) -> bool:
         """Whether a field's batch may be kept when the others are gone."""
         declared = self._declared
-        return is_embeds(name) or (declared is not None and declared[name].outlives_batch)
+        return is_embeds(name) or (declared is not None and bool(declared[name].outlives_batch))
 
     def choose(self) -> list[bool | str]:
         """For each field of the plan: whether it gets an allocation of its own, or why it takes the
@@ -416,7 +417,7 @@ class Staged:
         chosen = [] if bound is None else bound.choose()
         transfer: Transfer | None = None
         filled: deque[_Filled] = deque()
-        if bound is not None and bool in map(type, chosen):
+        if bound is not None and any(not isinstance(choice, str) for choice in chosen):
             transfer = bound.transfer(chosen)
             try:
                 filled = transfer.fill_all()
@@ -457,7 +458,7 @@ class Staged:
             raise errors.CollateRuntimeError(
                 "the stream captures; call to() before the capture, or stage() within it"
             )
-        if transfer is not None and transfer.pid != process():
+        if transfer is not None and transfer.pid != os.getpid():
             raise errors.CollateRuntimeError(
                 "this batch was staged in the process that this one was forked from"
             )

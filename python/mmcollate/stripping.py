@@ -161,11 +161,11 @@ def strip_covered(
         policy: How to read features that are unlike vLLM's.
 
     Returns:
-        ``(features, num_stripped, bytes_dropped)``, as vLLM's ``strip_covered_mm_data`` has it. The
-        list is a new one; elements that are left are the same objects, in a plain
-        ``MultiModalKwargsItem`` as vLLM makes it, or in a ``dict`` if neither feature nor payload
-        was vLLM's. Features without a payload, and those that only have the address of one, stay as
-        they are.
+        ``(features, num_stripped, bytes_dropped)``: the features as vLLM's
+        ``strip_covered_mm_data`` returns them. The list is a new one; elements that are left are
+        the same objects, in a plain ``MultiModalKwargsItem`` as vLLM makes it, or in a ``dict`` if
+        neither feature nor payload was vLLM's. Features without a payload, and those that only have
+        the address of one, stay as they are.
 
     Raises:
         CollateTypeError: ``num_computed_tokens`` is no number of tokens.
@@ -398,7 +398,6 @@ def _own_nbytes(value: Any) -> int:
     if isinstance(value, (bytes, bytearray)):
         return len(value)
     try:
-        nbytes = getattr(value, "nbytes", 0)
+        return max(0, operator.index(getattr(value, "nbytes", 0)))
     except Exception:  # whatever a class raises: to count is not what is asked for
         return 0
-    return nbytes if isinstance(nbytes, int) else 0

@@ -58,6 +58,7 @@ def ratios_of(arms: Sequence[str]) -> Iterator[tuple[str, str]]:
         ("u8 pack", "mmcollate packed"),
         ("tensordict", "mmcollate packed"),
         ("memcpy", "mmcollate packed"),
+        ("u8 pack", "views"),
     ]
     return (pair for pair in pairs if pair[0] in arms and pair[1] in arms)
 
@@ -66,6 +67,7 @@ LIMITS = {
     "torch": "plain torch",
     "memcpy huge pages": "bare copy into huge pages",
     "memcpy warm": "bare copy into a warm block",
+    "views": "torch's views alone",
 }
 """Arms that do what no collator can leave out, and nothing else."""
 
@@ -147,9 +149,9 @@ def _lists(row: Row) -> Iterator[Row]:
             shown=f"{per_leaf:.0f} ns",
         )
     if row["group"] == "ragged-small":
-        yield from _at_least(row, "vllm", "mmcollate packed", 2.5, "vLLM's list")
+        yield from _at_least(row, "vllm", "mmcollate packed", 2.5, "vLLM's list", "views")
     if row["group"] == "leaves":
-        yield from _at_least(row, "u8 pack", "mmcollate packed", 7.0, "packing as bytes")
+        yield from _at_least(row, "u8 pack", "mmcollate packed", 7.0, "packing as bytes", "views")
 
 
 def _nothing(row: Row) -> Iterator[Row]:

@@ -33,7 +33,7 @@ TIMED = ("vllm", "vllm again", "mmcollate")
 BATCH = ("vllm batch", "mmcollate batch")
 HAND = ("torch",)
 STACKED = (*HAND, "default_collate")
-PACKED = ("mmcollate packed", "u8 pack", "tensordict")
+PACKED = ("mmcollate packed", "u8 pack", "tensordict", "views")
 MEMORY = ("memcpy",)
 
 

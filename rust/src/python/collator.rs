@@ -343,8 +343,9 @@ impl<'a, 'py> Call<'a, 'py> {
         } else {
             Target::Device
         };
-        // Of one item nothing is read or written here: its views are made by torch.
-        let observed = if one && !staging {
+        // Of one item that stays where it is nothing is read or written here: torch makes its
+        // views. What goes to the host is moved by the reference, if only in name.
+        let observed = if one && target == Target::AsIs {
             collator.torch.calls_are_observed(py)?
         } else {
             collator.torch.is_observed(py)?

@@ -215,9 +215,7 @@ impl Torch {
     /// logging, forward-mode gradients …). The context of `torch.device(…)` and
     /// `set_default_device` is none of these: it changes factories that name no device.
     pub(super) fn is_observed(&self, py: Python<'_>) -> PyResult<bool> {
-        if self.dispatch_modes.bind(py).call0()?.is_truthy()?
-            || self.is_tracing.bind(py).call0()?.is_truthy()?
-        {
+        if self.calls_are_observed(py)? || self.is_tracing.bind(py).call0()?.is_truthy()? {
             return Ok(true);
         }
         let level = self.forward_ad.bind(py).getattr(self.names.current_level.bind(py))?;
@@ -225,19 +223,18 @@ impl Torch {
             return Ok(true);
         }
         // A transform of torch.func (grad, vmap, functionalize …) is running.
-        if let Some(peek) = &self.interpreter_stack
-            && !peek.bind(py).call0()?.is_none()
-        {
-            return Ok(true);
+        match &self.interpreter_stack {
+            Some(peek) => Ok(!peek.bind(py).call0()?.is_none()),
+            None => Ok(false),
         }
-        self.calls_are_observed(py)
     }
 
-    /// Whether a mode is active that sees which of torch's functions are called: all that concerns
-    /// a batch for which torch itself does what there is to do.
+    /// Whether one of those modes sees which of torch's functions are called: all that concerns a
+    /// batch of views that torch itself makes.
     pub(super) fn calls_are_observed(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.function_modes.bind(py).call0()?.is_truthy()?
-            && !self.only_device_contexts.bind(py).call0()?.is_truthy()?)
+        Ok(self.dispatch_modes.bind(py).call0()?.is_truthy()?
+            || (self.function_modes.bind(py).call0()?.is_truthy()?
+                && !self.only_device_contexts.bind(py).call0()?.is_truthy()?))
     }
 }
 
