@@ -968,7 +968,7 @@ def test_items_are_looked_at_before_the_settings_of_pinned_memory(monkeypatch):
     assert collate([], fields, device=FakeDevice(), pin_memory=True) == {}
     with pytest.raises(CollateTypeError, match="a sequence of items"):
         collate(5, fields, device=FakeDevice(), pin_memory=True)
-    with pytest.raises(CollateValueError, match="MMCOLLATE_PINNED_MAX_MB"):
+    with pytest.raises(ValueError, match="MMCOLLATE_PINNED_MAX_MB"):
         collate([{"x": noise(3)}], fields, device=FakeDevice(), pin_memory=True)
 
 
