@@ -274,8 +274,9 @@ class Slot:
     def __init__(self, arena: Arena, pair: tuple[int, int]) -> None:
         self._pair: tuple[int, int] | None = pair
         self._arena = arena
-        self._fence: Fence | None = None
         self._memory: torch.Tensor | None = arena.slots[pair[0]]
+        self.fence: Fence | None = None
+        """Behind all that the device was given from it; made when it is given back."""
         self.is_read = False
         """To be set before the device is given a copy from it."""
 
@@ -294,9 +295,9 @@ class Slot:
             return
         # An interrupt anywhere below leaves what `__del__` can finish.
         if self.is_read:
-            if self._fence is None:
-                self._fence = arena.fence()
-            arena.fly(pair, self._fence)
+            if self.fence is None:
+                self.fence = arena.fence()
+            arena.fly(pair, self.fence)
         else:
             arena.free(pair)
         self._pair = self._memory = None

@@ -136,6 +136,8 @@ class Transfer:
         self._sent = 0
         self._to_send = sum(stop - start for _, start, stop in self._runs)
         self._waited = 0.0
+        self.fence: Fence | None = None
+        """Behind the last copy from a slot; ``None`` if there was none, or others came after it."""
         self._direct_are_sent = not self._direct
 
     def _runs_to_gather(self) -> list[tuple[int, int, int]]:
@@ -273,6 +275,7 @@ class Transfer:
         finally:
             del memory
             filled.close()
+        self.fence = None if filled.slot is None else filled.slot.fence
 
     def put(self, k: int, batch: dict[str, Any]) -> bool:
         """Puts a field into the batch, as views of the device's allocations; ``False`` if not all
@@ -473,6 +476,7 @@ class Staged:
                 transfer.buffers = []
             self._work.append(work)
             raise
+        changed = False
         if transfer is not None and bound is not None:
             try:
                 transfer.copy_direct()
@@ -485,7 +489,7 @@ class Staged:
                     one.close()
             for k, choice in enumerate(chosen):
                 if not isinstance(choice, str) and not transfer.put(k, batch):
-                    chosen[k] = "changed"
+                    chosen[k], changed = "changed", True
                     bound.reduce_one(k, "changed", batch)
             transfer.finish()
             self._tensors.extend(transfer.buffers)
@@ -506,7 +510,9 @@ class Staged:
             and (name in taken or not leaf.is_cpu)
         )
         if not capturing:
-            self._fence = arena_of(self._backend).fence()
+            # All but the copies from slots was given before these.
+            last = None if transfer is None or changed else transfer.fence
+            self._fence = arena_of(self._backend).fence() if last is None else last
         return batch
 
     def ready(self) -> bool:
