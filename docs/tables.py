@@ -187,7 +187,7 @@ def others() -> str | None:
 
 
 def packing() -> str | None:
-    arms = ("vllm", "mmcollate packed", "u8 pack", "tensordict", "memcpy")
+    arms = ("vllm", "mmcollate packed", "u8 pack", "tensordict", "views", "memcpy")
     head = ("items", "vLLM's list", *arms[1:], "over vLLM's list", "over u8 pack", "target")
     return table(
         head,

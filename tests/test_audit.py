@@ -1573,7 +1573,6 @@ LEFT = {
     "slots": lambda x: with_inside(Slotted(), x),
     "namespace": lambda x: {"a": SimpleNamespace(x=x)},
     "generator": lambda x: (0, (y * 2 for y in [x])),
-    "generator in an object": lambda x: with_inside(Box(), (y * 2 for y in x)),
     "map": lambda x: [map(torch.neg, x)],
     "iterator": lambda x: iter([x]),
     "deque": lambda x: deque([x]),

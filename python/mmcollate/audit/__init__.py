@@ -38,6 +38,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import platform
 import sys
 import threading
@@ -45,11 +46,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch._dynamo.trace_rules
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmcollate._core import __version__
 from mmcollate.audit import weights
-from mmcollate.audit.contents import within
 from mmcollate.audit.cuda import virtual_cuda
 from mmcollate.audit.findings import (
     Event,
@@ -62,6 +63,7 @@ from mmcollate.audit.findings import (
 )
 from mmcollate.audit.interception import Interception
 from mmcollate.audit.observe import Recorder, raised_at
+from mmcollate.audit.results import tensors_in
 from mmcollate.audit.rules import Memory
 from mmcollate.audit.session import Session
 from mmcollate.audit.virtual import VirtualTensor
@@ -110,12 +112,15 @@ def audit(
     """Runs a model on batches as if on a GPU, and judges the placement of each field.
 
     The model and the batches are as before afterwards, also if the forward raises: it works on
-    copies of the batches' tensors and arrays, writes to tensors of modules are undone, attributes
-    set on modules, and what is put into their lists and dicts, taken back; and so are tensors put
-    into objects that modules hold, into their classes, and into globals beside these. What the
-    forward stores elsewhere stays, its tensors as tensors of the CPU. torch's random numbers come
-    from a copy of its generator's state. Gradients are off. Only one audit runs at a time in a
-    process; other threads wait, and see ``torch.cuda`` answer as with one GPU.
+    copies of the batches' tensors and arrays, and puts back all that the modules hold, however deep
+    in containers and objects. The modules' classes, with the globals beside these, are put back if
+    a tensor came there, went or changed. What the forward stores elsewhere stays, its tensors as
+    tensors of the CPU; those that were made on the device and stem from no field, as tables that
+    helpers remember, are there again in the next audit. torch's random numbers come from a
+    copy of its generator's state. Gradients are off. What a device refuses is recorded and
+    not raised, so a model's own answer to it (``except TypeError:``) does not run. In threads that
+    the forward starts, what is made there without a tensor is not placed. Only one audit runs at a
+    time in a process; other threads wait, and see ``torch.cuda`` answer as with one GPU.
 
     Args:
         forward: A module, a method of one, or any callable; called with a batch's fields as
@@ -129,9 +134,9 @@ def audit(
         modules: Whose weights are on the device; by default ``forward`` itself, or the module
             whose method it is. Of any other function they have to be named; ``[]`` says that it
             uses none.
-        attributes: Whether tensors that are plain attributes of the modules are on the device too,
-            and devices among the attributes name it: as in engines that build their models there.
-            ``Module.to`` leaves both as they are.
+        attributes: Whether tensors and modules that are plain attributes, or in containers and
+            dataclasses among these, are on the device too, and devices among the attributes name
+            it: as in engines that build their models there. ``Module.to`` leaves all as it is.
         name: Of the model, for the report.
 
     Returns:
@@ -140,13 +145,19 @@ def audit(
 
     Raises:
         CollateKeyError: A batch has a field that ``fields`` does not have, or a flag is for none.
-        CollateTypeError: ``forward``, a batch, a field or a weight is of no such type.
+        CollateTypeError: ``forward``, a batch, a field or a weight is of no such type,
+            ``forward`` is async, or a module is compiled by ``torch.jit``.
         CollateValueError: There is no batch, something is not on the CPU, or ``modules`` is left
             out where ``forward`` does not say whose weights it uses.
         CollateRuntimeError: Called by a forward that is being audited.
     """
     if not callable(forward):
         raise CollateTypeError(f"forward is {describe(forward)}, expected a module or a callable")
+    if _is_async(forward):
+        raise CollateTypeError(
+            "forward is async: nothing of it would run; give a function that runs it,"
+            " lambda **batch: asyncio.run(model(**batch))"
+        )
     runs = _checked_runs(batches, fields, modality, keep_on_cpu or {})
     modules = _modules_of(forward) if modules is None else _checked_modules(modules)
     recorders = {run.modality: Recorder(boundary=_call.__code__) for run in runs}
@@ -267,6 +278,14 @@ def _checked_field(
     return dataclasses.replace(field, keep_on_cpu=flags.get(name, field.keep_on_cpu))
 
 
+def _is_async(forward: Any) -> bool:
+    function = _of_partial(forward)
+    if isinstance(function, torch.nn.Module):
+        function = function.forward
+    candidates = (function, type(function).__call__)
+    return any(inspect.iscoroutinefunction(x) or inspect.isasyncgenfunction(x) for x in candidates)
+
+
 def _of_partial(forward: Any) -> Any:
     """The function behind ``functools.partial``."""
     while isinstance(forward, functools.partial):
@@ -340,14 +359,16 @@ def _run(
     if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
         # Without a driver, indexing what says it is on CUDA fails otherwise.
         torch._C._ensureCUDADeviceGuardSet()
+    # What is compiled later goes by tables of torch's functions: those are made of the real ones.
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
     with torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as stack:
         batch = {name: _placed(session, name, run) for name in run.batch}
+        stack.enter_context(_same_defaults())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         # Without kernels that only GPUs have.
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(weights.on_device(session, modules, attributes=attributes))
         stack.enter_context(virtual_cuda(session))
         stack.enter_context(Interception(session))
@@ -361,11 +382,27 @@ def _run(
             session.leaves(tensor, "result")
 
 
+@contextlib.contextmanager
+def _same_defaults() -> Iterator[None]:
+    """torch's default dtype and device are as before afterwards."""
+    dtype, context = torch.get_default_dtype(), _default_device()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if _default_device() is not context:
+            torch.set_default_device(None if context is None else context.device)
+
+
+def _default_device() -> Any:
+    """The mode that stands for it; none if it was never set."""
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+
 def _call(forward: Callable[..., Any], batch: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors in the result. The frame is the boundary between the caller's code and the
     model's."""
-    found = within([forward(**batch)], run=True)
-    return [x for x in found if isinstance(x, torch.Tensor)]
+    return list(tensors_in(forward(**batch)))
 
 
 def _placed(session: Session, name: str, run: _Run) -> Any:

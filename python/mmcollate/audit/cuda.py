@@ -1,13 +1,15 @@
 """``torch.cuda`` and what else of torch names devices, as one GPU would answer."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from mmcollate.audit.places import is_device
 from mmcollate.audit.rules import DEVICE, Memory
-from mmcollate.audit.session import Session, is_device
+from mmcollate.audit.session import Session
 
 
 class _Stream:
@@ -82,21 +84,34 @@ class _Generator(torch.Generator):
         return super().__new__(cls)
 
 
-def _made_by(real: type, make: Callable[..., Any]) -> type:
-    """Stands for a class whose objects something else makes; a module that is imported meanwhile
-    may hold on to it."""
+def _made_by(real: type, make: Callable[..., Any], made: type) -> type:
+    """Stands for a class whose objects something else makes."""
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             return make(*args, **kwargs)
 
         def __instancecheck__(cls, value: Any) -> bool:
-            return isinstance(value, real)
+            return isinstance(value, (real, made))
 
         def __subclasscheck__(cls, other: type) -> bool:
-            return issubclass(other, real)
+            return issubclass(other, (real, made))
 
     return Meta(real.__name__, (), {"__module__": real.__module__, "__doc__": real.__doc__})
+
+
+def _lasting(session: Session, module: Any, name: str, answer: Any) -> Any:
+    """An answer that a module which is imported meanwhile may hold on to: after the session it is
+    what stands in its place then."""
+
+    def current(*args: Any, **kwargs: Any) -> Any:
+        found = getattr(module, name) if session.ended else answer
+        return found(*args, **kwargs)
+
+    real = getattr(module, name)
+    if isinstance(real, type):
+        return _made_by(real, current, answer if isinstance(answer, type) else real)
+    return functools.wraps(real)(current)
 
 
 def _answers(session: Session) -> Iterator[tuple[Any, str, Any]]:
@@ -128,6 +143,8 @@ def _answers(session: Session) -> Iterator[tuple[Any, str, Any]]:
         "is_current_stream_capturing": lambda: False,
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+        "set_rng_state": lambda new_state, device="cuda": None,
         "get_device_name": lambda device=None: _Properties.name,
         "get_device_capability": lambda device=None: (_Properties.major, _Properties.minor),
         "get_device_properties": lambda device=None: _Properties(),
@@ -142,13 +159,11 @@ def _answers(session: Session) -> Iterator[tuple[Any, str, Any]]:
 
     def device(*args: Any, **kwargs: Any) -> torch.device:
         made = real_device(*args, **kwargs)
-        if session.ended:
-            return made
         named = args[0] if args else kwargs.get("type", kwargs.get("device"))
-        return session.made_from(made, session.resolve(named))
+        return session.places.made_from(made, session.places.resolve(named))
 
     def generator(device: Any = "cpu") -> torch.Generator:
-        there = not session.ended and is_device(session.resolve(device))
+        there = is_device(session.places.resolve(device))
         return _Generator() if there else real_generator(device=device)
 
     def traced_from_numpy(array: Any) -> torch.Tensor:
@@ -162,8 +177,8 @@ def _answers(session: Session) -> Iterator[tuple[Any, str, Any]]:
     # Modes see none of these.
     yield torch, "from_numpy", traced_from_numpy
     yield torch.nested, "nested_tensor", nested_tensor
-    yield torch, "device", _made_by(real_device, device)
-    yield torch, "Generator", _made_by(real_generator, generator)
+    yield torch, "device", device
+    yield torch, "Generator", generator
     yield torch, "Stream", _Stream
     yield torch, "Event", _Event
     for module, own in ((torch.cuda, cuda), (getattr(torch, "accelerator", None), accelerator)):
@@ -178,7 +193,10 @@ def virtual_cuda(session: Session) -> Iterator[None]:
 
     ``torch.cuda.synchronize`` is told to the session's recorder.
     """
-    answers = list(_answers(session))
+    answers = [
+        (module, name, _lasting(session, module, name, answer))
+        for module, name, answer in _answers(session)
+    ]
     before = [(module, name, getattr(module, name)) for module, name, _ in answers]
     try:
         for module, name, answer in answers:

@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 from mmcollate.audit.arrays import known_sources
+from mmcollate.audit.places import is_device
 from mmcollate.audit.rules import CPU, DEVICE, Memory
-from mmcollate.audit.session import Session, is_device
+from mmcollate.audit.session import Session
 from mmcollate.audit.virtual import VirtualTensor
 
 
@@ -35,26 +36,26 @@ class Interception(TorchFunctionMode):
         if handler is not None:
             return handler(self._session, func, *args, **kwargs)
         with self._session.called(name_of(func)):
-            device = self._session.resolve(kwargs.get("device"))
-            if kwargs.get("pin_memory") or is_device(device) or self._session.placed_by(device):
+            device = self._session.places.resolve(kwargs.get("device"))
+            if (
+                kwargs.get("pin_memory")
+                or is_device(device)
+                or self._session.places.fields_behind(device)
+            ):
                 return _make(self._session, func, args, {**kwargs, "device": device})
             try:
                 return func(*args, **kwargs)
-            except (NotImplementedError, RuntimeError) as error:
-                if not _says_where_it_runs(error):
+            except (AssertionError, NotImplementedError, RuntimeError) as error:
+                # torch looked at the devices before there was an operation.
+                refused = _refuses_a_mixture(error)
+                if not refused and "from the 'CPU' backend" not in str(error):
                     raise
-                return self._session.opaque(func, name_of(func), args, kwargs)
+                return self._session.opaque(func, name_of(func), args, kwargs, scalars=not refused)
 
 
-def _says_where_it_runs(error: Exception) -> bool:
-    """Whether torch looked at the devices before there was an operation: it chose a kernel that the
-    CPU has not, or refuses a mixture."""
+def _refuses_a_mixture(error: Exception) -> bool:
     text = str(error)
-    return (
-        "from the 'CPU' backend" in text
-        or "on the same device" in text
-        or ("all tensors to have the same device" in text)
-    )
+    return "on the same device" in text or "all tensors to have the same device" in text
 
 
 @functools.lru_cache(maxsize=4096)
@@ -76,7 +77,7 @@ def _make(session: Session, func: Any, args: Any, kwargs: dict[str, Any]) -> Any
         given["device"] = CPU
     memory = Memory(
         is_device(device),
-        placed_by=session.placed_by(device),
+        placed_by=session.places.fields_behind(device),
         pinned=bool(kwargs.get("pin_memory")),
     )
 
@@ -103,7 +104,7 @@ def _from_data(
         given.append(kwargs.pop("obj" if "obj" in kwargs else "data"))
     *owner, data = given
     name = name_of(func)
-    target = session.resolve(device)
+    target = session.places.resolve(device)
     if target is None and owner:
         target = session.device_of(owner[0])
     if owner and kwargs.get("dtype") is None:
@@ -124,7 +125,7 @@ def _from_data(
     values = tree_map(plain, data) if isinstance(data, (list, tuple)) else plain(data)
     held_owner = [session.operand(x).held for x in owner]
     held = func(*held_owner, values, **kwargs, **({} if target is None else {"device": CPU}))
-    placed_by = session.placed_by(target)
+    placed_by = session.places.fields_behind(target)
     made = session.place(held, Memory(False, fields, placed_by - fields, pin_memory))
     if is_device(target):
         made = session.move(made, target, name)
@@ -213,6 +214,12 @@ def _is_cpu(session: Session, func: Any, tensor: torch.Tensor) -> bool:
     op = session.operand(tensor)
     session.rules.ask("Tensor.is_cpu", op)
     return bool(func(tensor)) and not op.on_device
+
+
+def _get_device(session: Session, func: Any, tensor: torch.Tensor) -> int:
+    op = session.operand(tensor)
+    session.rules.ask("Tensor.get_device", op)
+    return DEVICE.index if op.on_device else int(func(op.held))
 
 
 def _shape(session: Session, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -344,6 +351,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.device.__get__: _device,
     torch.Tensor.is_cuda.__get__: _is_cuda,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: _is_cpu,  # type: ignore[attr-defined]
+    torch.Tensor.get_device: _get_device,
+    torch.get_device: _get_device,
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.__getitem__: _getitem,
     torch.Tensor.__setitem__: _setitem,

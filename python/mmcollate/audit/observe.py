@@ -132,6 +132,8 @@ class Recorder:
     """Where tensors on the CPU are at the end that stem from a field, as in :data:`LEFT`."""
     shape_reads: dict[str, Site | None] = field(default_factory=dict)
     """The first line that asked for a field's shape or the like."""
+    asked: dict[str, Site] = field(default_factory=dict)
+    """The last line that asked where a field is."""
     _seen: dict[_Key, _Seen] = field(default_factory=dict)
     _device_uses: dict[str, int] = field(default_factory=dict)
 
@@ -235,7 +237,9 @@ class Recorder:
         """
         events = tuple(self._events_of(name))
         verdict, reason = self._judge(name, events, keep_on_cpu, has_tensors)
-        if not complete and verdict in ("unused", "could be kept"):
+        if not complete and verdict == "unused" and name in self.asked:
+            reason = f"the forward failed after it was asked {_of(self.asked[name])} where it is"
+        elif not complete and verdict in ("unused", "could be kept"):
             reason += ", until the forward failed"
         return FieldReport(modality, name, kind, keep_on_cpu, num_bytes, events, verdict, reason)
 

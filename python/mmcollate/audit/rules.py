@@ -7,21 +7,24 @@ The host waits where an operation's result has a shape or a value that it has to
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 
-from mmcollate.audit.findings import Site
 from mmcollate.audit.observe import Recorder
-from mmcollate.audit.refusals import refused
+from mmcollate.audit.refusals import Question, refused
 
 DEVICE = torch.device("cuda", 0)
 """Where virtual device tensors say they are."""
 CPU = torch.device("cpu")
 
-COPIES = frozenset({"copy", "copy_", "_foreach_copy_"})
-"""Operations that take a tensor's values wherever they are."""
+COPIES = frozenset(
+    {
+        *("copy", "copy_", "_foreach_copy_"),
+        *("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter"),
+    }
+)
+"""Operations that take a tensor's values wherever they are, to where their first argument is."""
 
 VALUES_UNUSED = frozenset(
     {
@@ -34,8 +37,8 @@ VALUES_UNUSED = frozenset(
 
 _WAITING = frozenset(
     {
-        *("_local_scalar_dense", "allclose", "argwhere", "bincount", "equal"),
-        *("masked_select", "nonzero", "_unique", "_unique2"),
+        *("_linalg_check_errors", "_local_scalar_dense", "allclose", "argwhere", "bincount"),
+        *("cholesky", "equal", "masked_select", "nonzero", "_unique", "_unique2"),
         *("unique_consecutive", "unique_dim", "unique_dim_consecutive"),
     }
 )
@@ -48,8 +51,21 @@ _INDEXING = frozenset({"index", "_unsafe_index"}) | _WRITING_BY_INDEX
 HOST_SIZES = {"_pack_padded_sequence": "lengths", "_pad_packed_sequence": "batch_sizes"}
 """What has to be on the CPU wherever the others are; of it the second result is made, there too."""
 
-_NO_SCALARS = frozenset({"cat", "stack"})
-"""Operations that refuse even a tensor without dimensions."""
+_READ_VALUE = frozenset({"masked_fill", "masked_fill_", "index_fill", "index_fill_"})
+"""Operations of which the host reads ``value``, wherever it is, if that is a tensor."""
+
+_POINTWISE = frozenset({"floor_divide", "floor_divide_", "mse_loss", "smooth_l1_loss", "dist"})
+"""Operations that torch does not call pointwise, but runs like those."""
+
+_ONE_DEVICE = frozenset(
+    {
+        *("clamp", "clamp_", "clamp_max", "clamp_max_", "clamp_min", "clamp_min_"),
+        *("gcd", "gcd_", "lcm", "lcm_", "logaddexp", "logaddexp2", "nextafter", "nextafter_"),
+        *("igamma", "igamma_", "igammac", "igammac_", "equal", "sigmoid_backward"),
+        *("masked_fill", "masked_fill_"),
+    }
+)
+"""Pointwise operations that refuse even a tensor without dimensions."""
 
 
 @dataclass
@@ -125,7 +141,8 @@ class Rules:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._asked: tuple[str, Operand, tuple[CodeType, int], tuple[Site, ...]] | None = None
+        self._asked: list[Question] = []
+        """What each instruction of the model last asked, in order."""
 
     def operation(
         self,
@@ -136,6 +153,7 @@ class Rules:
         *,
         caller: str,
         strict: bool,
+        scalars: bool,
     ) -> None:
         """An operation on tensors that may be anywhere.
 
@@ -146,6 +164,7 @@ class Rules:
             arguments: All that it was given, by name.
             caller: The torch function that Python called; names what reads a value.
             strict: Whether plain tensors on the CPU are refused by a device.
+            scalars: Whether a tensor without dimensions may be on the CPU, by all that torch says.
         """
         self._recorder.touched |= fields_of(operands)
         device = [op for op in operands if op.on_device]
@@ -153,30 +172,37 @@ class Rules:
             # From another place torch takes the value as a number.
             self.read(label, operands[1])
             return
+        if name in _READ_VALUE and operands[0].on_device:
+            for op in operands:
+                if op.argument == "value":
+                    self.read(label, op)
+            operands = [op for op in operands if op.argument != "value"]
+            device = [op for op in operands if op.on_device]
         if device:
-            self._mixed(label, name, operands, strict)
+            self._mixed(label, name, operands, strict, scalars)
             if _waits(name, operands, arguments):
                 self.sync(caller or label if name == "_local_scalar_dense" else label, device)
             self._uses(label, device)
         elif name == "_local_scalar_dense":
             self.read(caller or label, operands[0])
 
-    def _mixed(self, label: str, name: str, operands: Sequence[Operand], strict: bool) -> None:
+    def _mixed(
+        self, label: str, name: str, operands: Sequence[Operand], strict: bool, scalars: bool
+    ) -> None:
         host = HOST_SIZES.get(name)
         for op in operands:
             if op.on_device and op.argument == host:
                 self.refused_place(label, op)
         free = [op for op in operands if op.argument != host]
         device = [op for op in free if op.on_device]
+        numbers = _numbers(name, free, strict, scalars)
         refused = []
         for op in free:
-            if op.on_device or not device:
+            if op.on_device or not device or any(op is x for x in numbers):
                 continue
             if name in _INDEXING and op.argument == "indices" and operands[0].on_device:
                 self._implicit_copy(label, op, operands)
-            elif (op.held.dim() > 0 or op.written or name in _NO_SCALARS) and (
-                strict or op.decided_by
-            ):
+            elif strict or op.decided_by:
                 refused.append(op)
         if refused:
             self._recorder.record(
@@ -207,25 +233,45 @@ class Rules:
 
     def ask(self, label: str, op: Operand) -> None:
         """The model asks where a tensor is; what it then raises may be its own refusal."""
-        if op.decided_by and (frame := next(self._recorder.frames(), None)) is not None:
-            at = frame.f_code, frame.f_lineno
-            self._asked = label, op, at, self._recorder.stack()
+        if (frame := next(self._recorder.frames(), None)) is None:
+            return
+        question = Question(
+            frame.f_code,
+            frame.f_lasti,
+            frame.f_lineno,
+            label,
+            op.on_device,
+            frozenset(op.decided_by),
+            str(op) if op.decided_by else "",
+            self._recorder.stack() if op.decided_by else (),
+        )
+        for name in question.fields:
+            self._recorder.asked[name] = question.stack[0]
+        for place, other in enumerate(self._asked):
+            if (other.code, other.instruction) == (question.code, question.instruction):
+                # As in a loop: what was asked before has had its answer.
+                del self._asked[: place + 1]
+                break
+        self._asked.append(question)
 
     def failed(self, error: Exception) -> None:
-        """The forward raised: a tensor's place is refused if the model did so itself, under a
-        condition in which it had just asked for that place."""
-        if self._asked is None:
+        """The forward raised: tensors' places are refused if the model did so itself, under a
+        condition in which it had just asked for these places."""
+        questions = [question for question in refused(error, self._asked) if question.fields]
+        if not questions:
             return
-        label, op, (code, line), stack = self._asked
-        if refused(error, code, line):
-            self._recorder.record(
-                "mismatch",
-                label,
-                () if op.on_device else op.decided_by,
-                misplaced=op.decided_by if op.on_device else (),
-                detail=str(op),
-                stack=stack,
-            )
+        last = questions[-1]
+        kept = [x for x in questions if not x.on_device]
+        moved = frozenset().union(*(x.fields for x in questions if x.on_device))
+        self._recorder.record(
+            "mismatch",
+            last.label,
+            frozenset().union(*(x.fields for x in kept)),
+            on_device=moved if kept else (),
+            misplaced=() if kept else moved,
+            detail=", ".join(dict.fromkeys(x.detail for x in questions)),
+            stack=last.stack,
+        )
 
     def touch(self, op: Operand) -> None:
         """A tensor's values are wanted, if only to be handed on as they are."""
@@ -264,12 +310,33 @@ class Rules:
             )
 
 
+def _numbers(name: str, operands: Sequence[Operand], strict: bool, scalars: bool) -> list[Operand]:
+    """The operands that may be on the CPU because they have no dimensions."""
+    found = [op for op in operands if not op.on_device and op.held.dim() == 0 and not op.written]
+    if not strict or name.startswith("_foreach"):
+        return found
+    if name in _INDEXING:
+        return [op for op in found if op.argument in ("indices", "values")]
+    if name in _ONE_DEVICE or not (scalars or name in _POINTWISE):
+        return []
+    # A kernel takes one such number.
+    return found if len(found) == 1 or name in ("", "where") else []
+
+
 def _waits(name: str, operands: Sequence[Operand], arguments: Mapping[str, Any]) -> bool:
     """Whether the host waits for a device that runs this operation."""
     if name in _WAITING:
         return True
     if name == "repeat_interleave":
         return arguments.get("output_size") is None
+    if name == "histc":
+        return bool(arguments.get("min", 0) == arguments.get("max", 0))
+    if name == "normal":
+        return any(op.argument == "std" for op in operands)
+    if name == "segment_reduce":
+        return arguments.get("lengths") is not None and not arguments.get("unsafe")
+    if name == "isin":
+        return _sorts(operands) and not arguments.get("assume_unique")
     if name in _INDEXING:
         by_mask = any(
             op.argument == "indices" and op.on_device and op.held.dtype in (torch.bool, torch.uint8)
@@ -285,6 +352,12 @@ def _fills(operands: Sequence[Operand], arguments: Mapping[str, Any]) -> bool:
     return not arguments.get("accumulate") and all(
         op.held.numel() == 1 and not op.on_device for op in values
     )
+
+
+def _sorts(operands: Sequence[Operand]) -> bool:
+    """Whether ``torch.isin`` finds what is in so many others by sorting."""
+    sizes = {op.argument: op.held.numel() for op in operands}
+    return sizes.get("test_elements", 1) >= int(10 * sizes.get("elements", 1) ** 0.145)
 
 
 def _detail(operands: Iterable[Operand]) -> str:

@@ -9,9 +9,10 @@ known again. At its end all tensors that it made become plain ones of the CPU.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import CodeType
+from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -20,8 +21,11 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mmcollate.audit import leftovers
 from mmcollate.audit.arrays import Source, known_sources, traced_array
+from mmcollate.audit.leftovers import Adopted
 from mmcollate.audit.observe import Recorder
+from mmcollate.audit.places import Places, is_device
 from mmcollate.audit.rules import (
     COPIES,
     CPU,
@@ -34,10 +38,8 @@ from mmcollate.audit.rules import (
     decided_by,
     fields_of,
 )
+from mmcollate.audit.saved import Saved, storage_of, values_of
 from mmcollate.audit.virtual import VirtualTensor
-
-_Device = torch.device
-"""torch's own, also where something else stands for it."""
 
 _numbers = itertools.count()
 
@@ -65,18 +67,20 @@ class Session:
         """The virtual tensors that are alive, by id."""
         self._number = next(_numbers)
         self._caller = ""
-        self._adopted: dict[int, tuple[Memory, torch.UntypedStorage]] = {}
-        """Storages of plain tensors that virtual ones were written to."""
-        self._devices: dict[int, tuple[torch.device, set[str]]] = {}
-        """What tensors answered when asked where they are, with the fields behind."""
-        self._asked: dict[tuple[CodeType, str], set[str]] = {}
-        """The fields behind the last tensor that a function asked for its place, by function and
-        type of device."""
+        self._adopted: Adopted = leftovers.recall()
+        """Storages of plain tensors that virtual ones were written to, and of what earlier audits
+        left."""
+        self.standing: dict[int, tuple[torch.Tensor, Memory]] = {}
+        """Plain tensors that are on the device themselves, by id: the model's parameters."""
+        self.places = Places(self._frames)
         self._exported: dict[int, tuple[torch.Tensor, frozenset[str]]] = {}
         """Storages that arrays use."""
-        self._guarded: set[int] = set()
-        self._saved: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self.saved = Saved()
+        """Memory of the model's, as it was."""
         self._mode = _Mode(self)
+
+    def _frames(self) -> Iterator[FrameType]:
+        return self.recorder.frames()
 
     def start(self, recorder: Recorder, device_fields: frozenset[str]) -> None:
         """A forward starts, of which this recorder is told; these fields are not kept."""
@@ -87,11 +91,14 @@ class Session:
         """What is left of virtual tensors becomes plain."""
         self.ended = True
         left = [x for x in self.made.values() if isinstance(x, VirtualTensor)]
+        found = [(x._memory, x._held.untyped_storage()) for x in left]
+        known = [x for x in (*self._adopted.values(), *found) if not self.saved.was_guarded(x[1])]
         # To which there must be no weak references.
         self.made.clear()
         # Views before what they are views of.
         while len(rest := [x for x in left if not x.become_plain()]) < len(left):
             left = rest
+        leftovers.remember(known)
         self._adopted.clear()
         self._exported.clear()
 
@@ -99,63 +106,28 @@ class Session:
 
     def operand(self, tensor: torch.Tensor, argument: str = "", written: bool = False) -> Operand:
         """A tensor with what is known of it."""
+        memory, held = None, tensor
         if isinstance(tensor, VirtualTensor):
+            held = tensor._held
             # That of another session is one that could not become plain.
-            own = tensor._memory if tensor._session is self else None
-            return Operand(tensor, argument, tensor._held, own, written)
-        memory = None
-        if self._adopted and (key := _storage_of(tensor)) in self._adopted:
+            if tensor._session is self:
+                return Operand(tensor, argument, held, tensor._memory, written)
+        if id(tensor) in self.standing:
+            memory = self.standing[id(tensor)][1]
+        elif self._adopted and (key := storage_of(held)) in self._adopted:
             memory = self._adopted[key][0]
-        return Operand(tensor, argument, tensor, memory, written)
+        return Operand(tensor, argument, held, memory, written)
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         """``Tensor.device``: an object that is known again when something is made there."""
         op = self.operand(tensor)
-        place = DEVICE if op.on_device else op.held.device
-        device = _Device(place.type, place.index)
-        if op.decided_by:
-            self._devices[id(device)] = device, op.decided_by
-        return device
+        return self.places.answer(DEVICE if op.on_device else op.held.device, op.decided_by)
 
     def asked(self, tensor: torch.Tensor) -> torch.device:
         """:meth:`device_of`, for the model: what it makes of the answer is recognised."""
         op, device = self.operand(tensor), self.device_of(tensor)
         self.rules.ask("Tensor.device", op)
-        if (frame := next(self.recorder.frames(), None)) is not None:
-            self._asked[frame.f_code, device.type] = set(op.decided_by)
-        return device
-
-    def resolve(self, device: Any) -> torch.device | None:
-        """A device however it is named, ``str(grid.device)`` as if it were ``grid.device``; a bare
-        number is one of the accelerator's."""
-        if device is None or isinstance(device, _Device):
-            return device
-        if isinstance(device, int):
-            return _Device("cuda", device)
-        found = _Device(device)
-        if isinstance(device, str) and (fields := self._named_after(device, found.type)):
-            self._devices[id(found)] = found, fields
-        return found
-
-    def _named_after(self, name: str, place: str) -> set[str]:
-        """The fields behind a device's name: those of the tensor that the function at work asked
-        for its place, if neither the name nor the function spells the place out."""
-        if any(name is literal for literal in _LITERALS):
-            return set()
-        for frame in self.recorder.frames():
-            fields = self._asked.get((frame.f_code, place))
-            if fields is not None:
-                return set() if _spells_out(frame.f_code, place) else set(fields)
-        return set()
-
-    def placed_by(self, device: Any) -> set[str]:
-        """The fields behind a tensor that answered with this object; a new set."""
-        return set(self._devices[id(device)][1]) if id(device) in self._devices else set()
-
-    def made_from(self, device: torch.device, given: torch.device | None) -> torch.device:
-        """Another object for a place, with the fields behind the one that it was made from."""
-        if fields := self.placed_by(given):
-            self._devices[id(device)] = device, fields
+        self.places.asked(device, op.decided_by)
         return device
 
     def leaves(self, tensor: torch.Tensor, label: str) -> None:
@@ -182,35 +154,18 @@ class Session:
         """A result: wrapped if there is anything to know about it."""
         if not (memory.on_device or memory.fields or memory.placed_by or memory.pinned):
             return held
-        if held.is_nested and (key := _storage_of(held)):
-            # Has no shape that a wrapper could have.
-            self._adopted[key] = memory, held.untyped_storage()
-        elif held.layout is torch.strided:
+        key = storage_of(held)
+        if held.layout is torch.strided and not (held.is_nested and key):
             return VirtualTensor.of(self, held, memory)
+        if key:
+            # Has no shape, or no memory, that a wrapper could have.
+            self._adopted[key] = memory, values_of(held).untyped_storage()
         return held
 
-    # Memory that has to be as before
-
-    def guard(self, tensor: torch.Tensor) -> None:
-        """Has memory, which has to stay alive, saved before an operation writes to it."""
-        if key := _storage_of(tensor):
-            self._guarded.add(key)
-
-    def restore_guarded(self) -> None:
+    def restore_saved(self) -> None:
         """Undoes what was written to guarded memory; nothing is guarded then."""
-        for storage, saved in self._saved:
-            if storage.nbytes() != saved.nbytes():
-                storage.resize_(saved.nbytes())
-            storage.copy_(saved)
-            self._adopted.pop(storage._cdata, None)
-        self._saved.clear()
-        self._guarded.clear()
-
-    def _before_write(self, held: torch.Tensor) -> None:
-        if (key := _storage_of(held)) in self._guarded:
-            self._guarded.remove(key)
-            storage = held.untyped_storage()
-            self._saved.append((storage, storage.clone()))  # type: ignore[no-untyped-call]
+        for key in self.saved.put_back():
+            self._adopted.pop(key, None)
 
     # Modes
 
@@ -245,7 +200,7 @@ class Session:
         if not is_device(target) and all(op.memory is None for op in operands):
             for op in operands:
                 if op.written:
-                    self._before_write(op.held)
+                    self.saved.before_write(op.held)
             return func(*args, **kwargs)
         if any(is_traceable_wrapper_subclass(op.tensor) for op in operands):
             # Such as nested tensors: they take themselves apart, into virtual ones.
@@ -266,7 +221,13 @@ class Session:
             # Nested tensors bring sizes along, which stay on the CPU.
             strict = func.namespace in ("aten", "prims") and not name.startswith("_nested")
             self.rules.operation(
-                str(func), name, operands, arguments, caller=self._caller, strict=strict
+                str(func),
+                name,
+                operands,
+                arguments,
+                caller=self._caller,
+                strict=strict,
+                scalars=_is_pointwise(func.namespace, name),
             )
         return self._run(func, name, operands, target, args, kwargs)
 
@@ -285,11 +246,15 @@ class Session:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        on_device = any(op.on_device for op in operands) if target is None else is_device(target)
+        if target is not None:
+            on_device = is_device(target)
+        else:
+            deciding = operands[:1] if name in COPIES else operands
+            on_device = any(op.on_device for op in deciding)
         held_args, held_kwargs = tree_map(_unwrapped, (list(args), dict(kwargs)))
         written = [op for op in operands if op.written]
         for op in written:
-            self._before_write(op.held)
+            self.saved.before_write(op.held)
         result = func(*held_args, **held_kwargs)
         memory = self._made_of(operands, on_device)
         for op in written:
@@ -323,19 +288,26 @@ class Session:
         """Results: an operand as itself, a view with what is known of its memory, what is new with
         a copy of ``memory``."""
         same = {id(op.held): op.tensor for op in operands}
-        shared = {_storage_of(op.held): op.memory for op in operands}
+        shared = {storage_of(op.held): op.memory for op in operands}
 
         def wrapped(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or isinstance(value, VirtualTensor):
                 return value
             if id(value) in same:
                 return same[id(value)]
-            return self.place(value, shared.get(_storage_of(value)) or memory.copy())
+            return self.place(value, shared.get(storage_of(value)) or memory.copy())
 
         return tree_map(wrapped, result)
 
     def opaque(
-        self, func: Callable[..., Any], label: str, args: Any, kwargs: Any, *, strict: bool = True
+        self,
+        func: Callable[..., Any],
+        label: str,
+        args: Any,
+        kwargs: Any,
+        *,
+        strict: bool = True,
+        scalars: bool = True,
     ) -> Any:
         """Runs a function as one operation that returns fresh tensors.
 
@@ -345,10 +317,11 @@ class Session:
             args: Its arguments.
             kwargs: Its keyword arguments.
             strict: Whether plain tensors on the CPU are refused by a device.
+            scalars: Whether tensors without dimensions may be on the CPU.
         """
         leaves = tree_leaves((args, kwargs))
         operands = [self.operand(x) for x in leaves if isinstance(x, torch.Tensor)]
-        self.rules.operation(label, "", operands, {}, caller="", strict=strict)
+        self.rules.operation(label, "", operands, {}, caller="", strict=strict, scalars=scalars)
         held_args, held_kwargs = tree_map(_unwrapped, (list(args), dict(kwargs)))
         result = func(*held_args, **held_kwargs)
         memory = self._made_of(operands, any(op.on_device for op in operands))
@@ -372,10 +345,12 @@ class Session:
             self.rules.refused_place(label, op)
         else:
             self.rules.read(label, op)
+        # The array may be written to.
+        self.saved.before_write(held)
         array = held.numpy(force=force)
         if not op.fields:
             return array
-        self._exported[_storage_of(held)] = held, frozenset(op.fields)
+        self._exported[storage_of(held)] = held, frozenset(op.fields)
         return traced_array(array, {Source(self._number, name) for name in op.fields})
 
     def fields_of_array(self, array: Any) -> frozenset[str]:
@@ -384,7 +359,7 @@ class Session:
             if (sources := known_sources(array)) is not None:
                 return frozenset(x.field for x in sources if x.session == self._number)
             if isinstance(array, torch.Tensor):
-                return self._exported.get(_storage_of(array), (None, frozenset()))[1]
+                return self._exported.get(storage_of(array), (None, frozenset()))[1]
             array = getattr(array, "base", None)
         return frozenset()
 
@@ -410,7 +385,7 @@ class Session:
         if (other := given.get("other")) is not None:
             given["device"], given["dtype"] = self.device_of(other), other.dtype
         return To(
-            self.resolve(given.get("device")),
+            self.places.resolve(given.get("device")),
             given.get("dtype"),
             bool(given.get("non_blocking")),
             bool(given.get("copy")),
@@ -437,7 +412,7 @@ class Session:
         if held is op.held:
             return tensor
         self.rules.transfer(label, op, to_device, held.nbytes, non_blocking)
-        placed_by = self.placed_by(device) if moved else op.decided_by
+        placed_by = self.places.fields_behind(device) if moved else op.decided_by
         fields = self._made_of([op], to_device).fields
         return self.place(held, Memory(to_device, fields, placed_by - fields))
 
@@ -475,32 +450,26 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._session.dispatch(func, args, kwargs or {})
 
 
-def is_device(device: Any) -> bool:
-    """Whether this is the virtual device: a ``torch.device`` of CUDA, whatever its index."""
-    return isinstance(device, _Device) and device.type == "cuda"
+@functools.lru_cache(maxsize=4096)
+def _is_pointwise(namespace: str, name: str) -> bool:
+    """Whether torch says so of any form of an operation; not all that are in place have the tag."""
+    packets = (getattr(getattr(torch.ops, namespace), x, None) for x in (name, name[:-1]))
+    return any(
+        torch.Tag.pointwise in getattr(packet, overload).tags
+        for packet in packets
+        if packet is not None
+        for overload in packet.overloads()
+    )
 
 
 def _without_device(asked: To) -> dict[str, Any]:
     return {name: value for name, value in asked._asdict().items() if name != "device"}
 
 
-_LITERALS = ("cpu", "cuda")
-"""Names as code spells them: Python keeps one object for each."""
-
-
-def _spells_out(code: CodeType, place: str) -> bool:
-    return any(isinstance(x, str) and x.partition(":")[0] == place for x in code.co_consts)
-
-
 def _unwrapped(value: Any) -> Any:
     if isinstance(value, VirtualTensor):
         return value._held
     return CPU if is_device(value) else value
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    """Which storage this is, for as long as it lives; 0 if it has none."""
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
 def _match_shape(tensor: VirtualTensor) -> None:
