@@ -587,3 +587,14 @@ def test_whether_gradients_are_wanted_is_as_before():
     model.plain, model.held = torch.zeros(3), [nn.Parameter(torch.zeros(3)), deque([1])]
     audited(model)
     assert not model.plain.requires_grad and model.held[0].requires_grad
+
+
+def test_objects_of_other_packages_are_left_alone_in_a_file() -> None:
+    """They may lead to all that a process holds."""
+    foreign = type("Foreign", (), {"__module__": "elsewhere.part"})()
+    foreign.far, own = ["far"], type("Own", (), {"__module__": "model.part"})()
+    own.near, own.foreign = [["near"]], foreign
+    found = list(within([{"a": [own], "b": {"c": foreign}}], package="model"))
+    assert own.near[0] in found and foreign in found
+    assert foreign.far not in found
+    assert foreign.far in list(within([own]))

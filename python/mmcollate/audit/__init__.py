@@ -113,14 +113,15 @@ def audit(
 
     The model and the batches are as before afterwards, also if the forward raises: it works on
     copies of the batches' tensors and arrays, and puts back all that the modules hold, however deep
-    in containers and objects. The modules' classes, with the globals beside these, are put back if
-    a tensor came there, went or changed. What the forward stores elsewhere stays, its tensors as
-    tensors of the CPU; those that were made on the device and stem from no field, as tables that
-    helpers remember, are there again in the next audit. torch's random numbers come from a
-    copy of its generator's state. Gradients are off. What a device refuses is recorded and
-    not raised, so a model's own answer to it (``except TypeError:``) does not run. In threads that
-    the forward starts, what is made there without a tensor is not placed. Only one audit runs at a
-    time in a process; other threads wait, and see ``torch.cuda`` answer as with one GPU.
+    in containers and objects. The modules' classes, with the globals beside these and the objects
+    of the same package in them, are put back if a tensor came there, went or changed. What the
+    forward stores elsewhere stays, its tensors as tensors of the CPU; those that were made on the
+    device and stem from no field, as tables that helpers remember, are there again in the next
+    audit. torch's random numbers come from a copy of its generator's state. Gradients are off. What
+    a device refuses is recorded and not raised, so a model's own answer to it
+    (``except TypeError:``) does not run. In threads that the forward starts, what is made there
+    without a tensor is not placed. Only one audit runs at a time in a process; other threads wait,
+    and see ``torch.cuda`` answer as with one GPU.
 
     Args:
         forward: A module, a method of one, or any callable; called with a batch's fields as

@@ -31,7 +31,9 @@ _CLOSED = (torch.Tensor, torch.nn.Module, type, ModuleType, FunctionType, loggin
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, NoneType, torch.dtype, torch.device})
 
 
-def within(values: Iterable[Any], *, data_only: bool = False) -> Iterator[Any]:
+def within(
+    values: Iterable[Any], *, data_only: bool = False, package: str | None = None
+) -> Iterator[Any]:
     """The values and all that is in them, however deep, each object once; numbers, strings and
     such in them left out.
 
@@ -41,13 +43,14 @@ def within(values: Iterable[Any], *, data_only: bool = False) -> Iterator[Any]:
     Args:
         values: Where to start.
         data_only: Whether of objects only dataclasses are looked into.
+        package: Whose objects are looked into, and no others, if one is named.
     """
     seen = {id(x): x for x in values}
     queue = deque(seen.values())
     while queue:
         value = queue.popleft()
         yield value
-        for part in _parts(value, data_only):
+        for part in _parts(value, data_only, package):
             if type(part) not in _ATOMS and id(part) not in seen:
                 seen[id(part)] = part
                 queue.append(part)
@@ -63,7 +66,7 @@ def container_of(kind: type, kinds: tuple[type, ...] = CONTAINERS) -> type | Non
     return next((base for base in kinds if issubclass(kind, base)), None)
 
 
-def _parts(value: Any, data_only: bool) -> Iterator[Any]:
+def _parts(value: Any, data_only: bool, package: str | None) -> Iterator[Any]:
     kind = type(value)
     if issubclass(kind, _CLOSED):
         if issubclass(kind, torch.Tensor) and is_traceable_wrapper_subclass(value):
@@ -78,12 +81,19 @@ def _parts(value: Any, data_only: bool) -> Iterator[Any]:
         yield from gc.get_referents(value)
     if data_only and not _is_dataclass(kind):  # type: ignore[arg-type]
         return
+    if package is not None and _package_of(kind) not in (package, "types"):
+        return
     attributes = attributes_of(value)
     if attributes is not None:
         yield attributes
     for member in _members(kind):  # type: ignore[arg-type]
         with contextlib.suppress(AttributeError):
             yield member.__get__(value)
+
+
+def _package_of(kind: type) -> str:
+    """Where a class is made; ``types`` of a ``SimpleNamespace``."""
+    return str(vars(kind).get("__module__", "types")).partition(".")[0]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -17,6 +17,7 @@ import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from operator import is_not
 from typing import Any
 
@@ -44,10 +45,11 @@ class State:
         files = [vars(sys.modules[x]) if x in sys.modules else {} for x in classes]
         self._caches = _caches([*files, *(vars(cls) for x in classes.values() for cls in x)])
         _forget_tensors(self._caches)
-        self._own = _Whole(session, [vars(module) for module in modules], [])
+        self._own = _Whole(session, [vars(module) for module in modules], [], None)
         self._files = [
-            _Whole(session, [names], own)
-            for names, own in zip(files, classes.values(), strict=True)
+            # What is imported from elsewhere may lead to all that a process holds.
+            _Whole(session, [names], own, name.partition(".")[0])
+            for (name, own), names in zip(classes.items(), files, strict=True)
         ]
         for array in self._own.arrays:
             array.save()
@@ -74,9 +76,9 @@ class State:
             touched = [whole for whole in self._files if whole.is_touched()]
 
     def _now(self) -> Iterator[Any]:
-        wholes = (self._own, *self._files)
-        caches = [gc.get_referents(cache) for cache in self._caches]
-        return within([root for whole in wholes for root in whole.roots()] + caches)
+        caches = within([gc.get_referents(cache) for cache in self._caches])
+        wholes = (whole.values() for whole in (self._own, *self._files))
+        return chain(chain.from_iterable(wholes), caches)
 
 
 def _put_back(wholes: Iterable["_Whole"]) -> None:
@@ -90,15 +92,20 @@ class _Whole:
     """Values with all that is in them, and classes, as they were."""
 
     def __init__(
-        self, session: Session, namespaces: list[dict[str, Any]], classes: list[type]
+        self,
+        session: Session,
+        namespaces: list[dict[str, Any]],
+        classes: list[type],
+        package: str | None,
     ) -> None:
         self._session = session
         self._namespaces = namespaces
+        self._package = package
         self._classes = [_Class(cls) for cls in classes]
         self.boxes: list[_Box] = []
         self.arrays: list[_Array] = []
         self._tensors: list[_Tensor] = []
-        for value in within(self.roots()):
+        for value in self.values():
             kind = type(value)
             base = container_of(kind)
             if base is not None:
@@ -111,9 +118,10 @@ class _Whole:
                 session.saved.guard(value)
                 self._tensors.append(_Tensor(value, session))
 
-    def roots(self) -> list[Any]:
-        """Where to look for all that is there now."""
-        return [*self._namespaces, *(x.values() for x in self._classes)]
+    def values(self) -> Iterator[Any]:
+        """All that is there now."""
+        roots: list[Any] = [*self._namespaces, *(x.values() for x in self._classes)]
+        return within(roots, package=self._package)
 
     def is_touched(self) -> bool:
         """Whether a tensor came, went, or was written to."""
