@@ -281,25 +281,19 @@ class _Instant(FakeDevice):
 
 
 def _packed(case: Case) -> Run:
-    """All that is bound for a device goes there through pinned memory, in one copy."""
+    """All that is bound for a device, from pinned memory to tensors of the device."""
     device, instant = _fake(), _Instant()
+    given, fields = (case.plain, case.workload.fields) if case.items is None else (case.items, None)
 
-    def batch(device: FakeDevice) -> dict[str, Any]:
-        if case.items is None:
-            fields = case.workload.fields
-            return mmcollate.collate(case.plain, fields, device=device, pin_memory=True)
-        from mmcollate.integrations import vllm
-
-        groups = vllm.group_and_batch_mm_items(case.items, device=device, pin_memory=True)
-        [(_, made)] = groups
-        return made
+    def call() -> dict[str, Any]:
+        return mmcollate.stage(given, fields, device=instant).to()
 
     def result() -> dict[str, Any]:
-        made = batch(device)
+        batch = mmcollate.stage(given, fields, device=device).to()
         device.synchronize()
-        return made
+        return batch
 
-    return Run(lambda: batch(instant), lambda: case.batch, result)
+    return Run(call, lambda: case.batch, result)
 
 
 def _u8_pack(case: Case) -> Run:
@@ -458,7 +452,7 @@ MEANINGS = {
     "mmcollate batch": "mmcollate in its place",
     "torch": "torch.stack and torch.cat by hand, on lists that are ready",
     "default_collate": "torch.utils.data.default_collate",
-    "mmcollate packed": "mmcollate in vLLM's place, to a device: one copy, and views there",
+    "mmcollate packed": "mmcollate.stage(…).to(): packed for one copy, to views on the device",
     "u8 pack": "views as bytes, torch.cat, split, views back",
     "tensordict": "TensorDict.consolidate, of one that is ready",
     "views": "torch's views alone, one for each leaf, of memory that holds them already",
