@@ -427,7 +427,9 @@ from mmcollate import Flat, collate
 # Freed, these leave a large free block in the heap, with its pages.
 blocks = [torch.ones(20 << 20, dtype=torch.uint8) for _ in range(6)]
 del blocks
-blocks, last = [torch.ones(20 << 20, dtype=torch.uint8) for _ in range(6)], bytearray(100_000)
+blocks = [torch.ones(20 << 20, dtype=torch.uint8) for _ in range(6)]
+# One would do, above them, but may find a gap below.
+last = [bytearray(100_000) for _ in range(200)]
 del blocks
 leaf = torch.ones(24 << 20, dtype=torch.uint8)
 kept = [collate([{"x": leaf}] * 2, {"x": Flat()})["x"] for _ in range(4)]
@@ -437,8 +439,15 @@ print([kept[at].data_ptr() % (2 << 20) > 0 for at in (0, -1)])
 
 @own_mappings
 def test_a_free_block_with_its_pages_is_used_and_then_mappings_again():
-    # It is not taken for the heap of an allocator that keeps all of its blocks.
-    assert run_script(WARM_HEAP) == (0, "[True, False]\n", "")
+    # It is not taken for the heap of an allocator that keeps all of its blocks. Whether the C
+    # library has such a block is up to where things lie in a process: in two of three it has.
+    seen = []
+    while len(seen) < 12 and "[True, False]\n" not in seen:
+        code, out, err = run_script(WARM_HEAP)
+        assert (code, err) == (0, "")
+        seen.append(out)
+    assert seen.pop() == "[True, False]\n"
+    assert set(seen) <= {"[False, False]\n"}
 
 
 @own_mappings

@@ -46,7 +46,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch._dynamo.trace_rules
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmcollate._core import __version__
@@ -350,6 +349,15 @@ def _alone() -> Iterator[None]:
             _runs_in = None
 
 
+def _make_tables_of_dynamo() -> None:
+    """What is compiled later goes by tables of torch's functions: these have the real ones."""
+    try:
+        from torch._dynamo import trace_rules
+    except ImportError:
+        return  # it needs packages that torch itself does not
+    trace_rules.get_torch_obj_rule_map()
+
+
 def _run(
     session: Session,
     forward: Callable[..., Any],
@@ -360,8 +368,7 @@ def _run(
     if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
         # Without a driver, indexing what says it is on CUDA fails otherwise.
         torch._C._ensureCUDADeviceGuardSet()
-    # What is compiled later goes by tables of torch's functions: those are made of the real ones.
-    torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    _make_tables_of_dynamo()
     with torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as stack:
         batch = {name: _placed(session, name, run) for name in run.batch}
         stack.enter_context(_same_defaults())

@@ -21,7 +21,6 @@ from itertools import chain
 from operator import is_not
 from typing import Any
 
-import numpy as np
 import torch
 
 from mmcollate.audit.contents import container_of, holds_tensor, slots_of, within
@@ -105,6 +104,7 @@ class _Whole:
         self.boxes: list[_Box] = []
         self.arrays: list[_Array] = []
         self._tensors: list[_Tensor] = []
+        numpy = sys.modules.get("numpy")
         for value in self.values():
             kind = type(value)
             base = container_of(kind)
@@ -112,7 +112,7 @@ class _Whole:
                 self.boxes.append(_Box(value, base))
             if slots_of(kind):  # type: ignore[arg-type]
                 self.boxes.append(_Box(value, None))
-            if kind is np.ndarray:
+            if numpy is not None and kind is numpy.ndarray:
                 self.arrays.append(_Array(value))
             elif _is_plain(value):
                 session.saved.guard(value)
