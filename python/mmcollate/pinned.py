@@ -30,7 +30,8 @@ def _forked() -> None:
 
 
 # To ask the system at each batch would take as long as leasing a slot does.
-os.register_at_fork(after_in_child=_forked)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class _Sums(TypedDict):
