@@ -610,7 +610,7 @@ def _normalize(value: Any, name: str, index: int, context: _Context) -> Any:
     if value is OMITTED:
         raise errors.omitted_value(context.modality, name, context.item(index))
     if isinstance(value, (list, tuple, dict)) and omitting.holds_omitted([value]):
-        raise presence.omitted_within(context.modality, name, context.item(index))
+        raise errors.omitted_within(context.modality, name, context.item(index))
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray):
         return value
@@ -643,7 +643,7 @@ def _normalize(value: Any, name: str, index: int, context: _Context) -> Any:
 def _inner(value: Any, name: str, index: int, context: _Context) -> Any:
     """:func:`_normalize` for what a list holds."""
     if value is OMITTED:
-        raise presence.omitted_within(context.modality, name, context.item(index))
+        raise errors.omitted_within(context.modality, name, context.item(index))
     return _normalize(value, name, index, context)
 
 

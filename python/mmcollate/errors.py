@@ -425,6 +425,18 @@ def omitted_value(modality: str | None, name: Any, index: int | None) -> Collate
     )
 
 
+def omitted_within(modality: str | None, name: Any, index: int | None) -> CollateTypeError:
+    """A marker within a value, which stands for no value."""
+    return CollateTypeError(
+        f"{where(modality, name, index)}: found OMITTED within a value; put OMITTED in the"
+        " place of the whole value, and collate() with missing='omit' or 'split'",
+        modality=modality,
+        field=name,
+        item=index,
+        omitted=True,
+    )
+
+
 def lacks(
     modality: str | None, index: int, values: Mapping[str, Any], absent: object
 ) -> CollateKeyError:

@@ -192,7 +192,7 @@ def check_values(items: Sequence[Any], context: Context, *, within: bool) -> Non
             if value is OMITTED:
                 raise errors.omitted_value(context.modality, name, index)
             if within and holds_omitted([value]):
-                raise omitted_within(context.modality, name, index)
+                raise errors.omitted_within(context.modality, name, index)
 
 
 def check_batch(
@@ -213,19 +213,7 @@ def check_batch(
     check_values(items, context, within=within)
     # An iterator gave it, so that the item has it no more.
     name = next(name for name, value in batch.items() if holds_omitted([value]))
-    raise omitted_within(context.modality, name, None)
-
-
-def omitted_within(modality: str | None, name: Any, index: int | None) -> errors.CollateTypeError:
-    """A marker within a value, which stands for no value."""
-    return errors.CollateTypeError(
-        f"{errors.where(modality, name, index)}: found OMITTED within a value; put OMITTED in the"
-        " place of the whole value, and collate() with missing='omit' or 'split'",
-        modality=modality,
-        field=name,
-        item=index,
-        omitted=True,
-    )
+    raise errors.omitted_within(context.modality, name, None)
 
 
 def check_vllm_items(items: Sequence[Any], context: Context) -> None:
