@@ -46,10 +46,17 @@ own_mappings = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def cold_heap() -> None:
-    """Gives back what is free in the heap: a large result would be put there while it has pages."""
+def nothing_left_from_before() -> None:
+    gc.collect()
+    give_free_pages_back()
+
+
+def give_free_pages_back() -> None:
+    """Makes the heap cold: a large result would be put there while a free block has its pages.
+
+    Items and masks that a test itself has dropped leave such blocks, too.
+    """
     if sys.platform == "linux":
-        gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -75,7 +82,10 @@ def items_of(nbytes: int, value: int = 1) -> list[dict[str, torch.Tensor]]:
 
 
 def large(nbytes: int, value: int = 1) -> torch.Tensor:
-    out = collate(items_of(nbytes, value), {"x": Flat()})["x"]
+    """A batch that lies in a mapping, its own or the pool's."""
+    items = items_of(nbytes, value)
+    give_free_pages_back()
+    out = collate(items, {"x": Flat()})["x"]
     assert isinstance(out, torch.Tensor)
     return out
 
