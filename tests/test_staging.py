@@ -1324,6 +1324,59 @@ def test_any_range_of_a_layout_is_gathered_as_the_whole(door, name):
             plan.gather(into, 0, 0, nbytes)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_tensors_of_a_batch_have_a_version_counter_each(door, grad):
+    """As if each had memory of its own: else changing one would make another's backward fail."""
+    device = FakeDevice()
+    ragged = [
+        {"list": noise(1 + i, 9), "x": torch.ones(400), "y": torch.ones(70)} for i in range(3)
+    ]
+    with torch.set_grad_enabled(grad):
+        batch = send(device, ragged, dict.fromkeys(ragged[0], Batched()))
+        device.synchronize()
+    assert mmcollate.stats()["fields"]["stage"] == 3
+    leaves = [*batch["list"], batch["x"], batch["y"]]
+    assert len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == 1
+    for leaf in leaves:
+        assert (leaf._version, leaf._base, leaf._is_view()) == (0, None, False)
+        assert not leaf.requires_grad
+    weight = torch.full((70,), 2.0, requires_grad=True)
+    loss = (weight * batch["y"]).sum()
+    batch["x"].mul_(weight.sum())
+    batch["list"][0].zero_()
+    assert [leaf._version for leaf in leaves] == [1, 0, 0, 1, 0]
+    assert [leaf.requires_grad for leaf in leaves] == [False, False, False, True, False]
+    loss.backward()
+    assert torch.equal(weight.grad, torch.full((70,), 3.0))
+
+
+def test_tensors_made_in_inference_mode_are_inference_tensors(door):
+    device = FakeDevice()
+    with torch.inference_mode():
+        batch = send(device, [{"x": noise(70, 8)} for _ in range(3)], {"x": Batched()})
+    assert batch["x"].is_inference()
+
+
+def test_nothing_is_carved_outside_of_its_buffer(door):
+    items = [{"x": noise(n, 100)} for n in (3, 2)]
+    core = collation.collator()
+    fields = {"x": Batched()}
+    _, batch, plan = core.next_group(items, 0, 2, fields, FakeDevice(), True, None, True)
+    assert batch is not None and plan is not None
+    nbytes = plan.lay_out([False])[-1][1]
+    short = torch.zeros(nbytes - 4, dtype=torch.uint8)
+    gaps = torch.zeros(2 * nbytes, dtype=torch.uint8)[::2]
+    for buffer in (short, short[:0], gaps):
+        with pytest.raises(RuntimeError, match=r"out of bounds|must be 1 to view"):
+            plan.carve(0, [buffer], nbytes, batch)
+    with pytest.raises(ValueError, match="buffer is missing"):
+        plan.carve(0, [], nbytes, batch)
+    inside = torch.zeros(nbytes + 512, dtype=torch.uint8)[512:]
+    assert plan.carve(0, [inside], nbytes, batch)
+    assert batch["x"][0].data_ptr() == inside.data_ptr()
+    assert batch["x"][1].data_ptr() == inside.data_ptr() + 1280
+
+
 # What may be kept
 
 
@@ -1926,7 +1979,7 @@ def test_a_slot_that_was_trimmed_is_held_by_nobody(monkeypatch, what):
         send(device, constant(1))
         assert left[0] == 0
         return
-    monkeypatch.setattr(staging.Transfer, "_runs_to_gather", lambda self: [(0, 0, 1 << 40)])
+    monkeypatch.setattr(staging.Transfer, "_parts_with_bytes", lambda self: [(0, 0, 1 << 40)])
     with pytest.raises(ValueError, match="range outside") as raised:
         send(device, constant(1))
     assert census(device) == (1, 0, 0)

@@ -158,8 +158,8 @@ class DevicePlan:
     def carve(
         self, field: int, buffers: list[torch.Tensor], sent: int, batch: dict[str, Any]
     ) -> bool:
-        """Puts a field into the batch, as views of the buffers; `False` if some of it does not lie
-        in the first `sent` bytes of the layout."""
+        """Puts a field into the batch, as tensors in the buffers; `False` if some of it does not
+        lie in the first `sent` bytes of the layout."""
 
     def gather(self, into: torch.Tensor, at: int, start: int, stop: int) -> bool:
         """Writes the bytes `start..stop` of the host buffer to `into`, from its byte `at` on."""

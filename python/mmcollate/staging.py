@@ -6,7 +6,7 @@ One batch, from leaves to device::
     lay out      where each tensor lies, in the host layout and in its device allocation
     fill         lease a slot, gather into it the next part of the layout
     copy         from the slot to the device, not blocking; a fence behind it
-    carve        the tensors, as views of the device allocations
+    carve        the tensors, in the memory of the device allocations
 
 A batch that does not fit into one slot fills several, and while the device reads one the next is
 filled. A slot is written to again only when its fence has passed.
@@ -127,23 +127,27 @@ class Transfer:
                 for leaf, part, offset, nbytes, alone in plan.large_leaves(DIRECT_FROM)
                 if (alone or self._arena.direct) and backend.is_pinned(leaf)
             ]
-        self._runs = deque(self._runs_to_gather())
+        runs = self._runs_beside_direct() if self._direct else self._parts_with_bytes()
+        self._runs = deque(runs)
         self._grown = 0
         self._launched = 0
         self._copied = 0
         self._pageable = False
         self._sent_until = 0
         self._sent = 0
-        self._to_send = sum(stop - start for _, start, stop in self._runs)
+        self._to_send = sum([stop - start for _, start, stop in runs])
         self._waited = 0.0
         self.fence: Fence | None = None
         """Behind the last copy from a slot; ``None`` if there was none, or others came after it."""
         self._direct_are_sent = not self._direct
 
-    def _runs_to_gather(self) -> list[tuple[int, int, int]]:
+    def _parts_with_bytes(self) -> list[tuple[int, int, int]]:
+        """``(part, start, stop)`` of the host layout."""
+        parts = enumerate(self._parts)
+        return [(part, start, stop) for part, (start, stop) in parts if start < stop]
+
+    def _runs_beside_direct(self) -> list[tuple[int, int, int]]:
         """``(part, start, stop)`` of the host layout, without what is copied directly."""
-        if not self._direct:
-            return [(part, *run) for part, run in enumerate(self._parts) if run[0] < run[1]]
         skipped = sorted(
             (self._parts[one.part][0] + one.offset, one.nbytes) for one in self._direct
         )
@@ -278,7 +282,7 @@ class Transfer:
         self.fence = None if filled.slot is None else filled.slot.fence
 
     def put(self, k: int, batch: dict[str, Any]) -> bool:
-        """Puts a field into the batch, as views of the device's allocations; ``False`` if not all
+        """Puts a field into the batch, as tensors in the device's allocations; ``False`` if not all
         of it was sent."""
         if not self._direct_are_sent:
             return False
@@ -287,13 +291,9 @@ class Transfer:
 
     def finish(self) -> None:
         """Counts what was done."""
-        self._arena.count(
-            batches=1,
-            copies=self._launched + len(self._direct),
-            direct_copies=len(self._direct),
-            bytes_copied=self._copied,
-            pageable_batches=int(self._pageable),
-        )
+        direct = len(self._direct)
+        copies = self._launched + direct
+        self._arena.count_batch(copies, direct, self._copied, pageable=self._pageable)
 
 
 def _aligned(nbytes: int) -> int:
@@ -498,7 +498,7 @@ class Staged:
         if bound is not None:
             bound.count(chosen)
             taken = bound.taken(chosen)
-            # Views of the buffers, which are noted.
+            # In the buffers, which are noted.
             staged = {name for name, *_ in bound.fields} - taken
         self._tensors.extend(
             leaf

@@ -11,6 +11,12 @@ use crate::dtype::DType;
 
 /// `kDLCPU`. Pinned tensors say this too: torch never produces `kDLCUDAHost`.
 pub const DEVICE_CPU: i32 = 1;
+/// `kDLCUDA`.
+pub const DEVICE_CUDA: i32 = 2;
+/// `kDLROCM`.
+pub const DEVICE_ROCM: i32 = 10;
+/// `kDLOneAPI`, torch's XPU.
+pub const DEVICE_ONE_API: i32 = 14;
 
 /// The major version whose structs are below.
 pub const MAJOR_VERSION: u32 = 1;

@@ -374,6 +374,8 @@ pub struct Layout {
     pub part_of: Vec<usize>,
     /// For each allocation, the range of the host buffer that it is a copy of.
     pub parts: Vec<Range<usize>>,
+    /// The outputs in the order of their places.
+    pub order: Vec<usize>,
 }
 
 /// Lays outputs out: one allocation for all that need none of their own.
@@ -401,8 +403,9 @@ pub fn lay_out(demands: &[Demand]) -> Result<Layout, PlanError> {
         offsets: vec![0; demands.len()],
         part_of: vec![0; demands.len()],
         parts: Vec::new(),
+        order,
     };
-    for output in order {
+    for &output in &layout.order {
         let Demand { nbytes, own, .. } = demands[output];
         let start = buffer.place(nbytes)?;
         layout.offsets[output] = start;

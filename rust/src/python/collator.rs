@@ -634,7 +634,8 @@ impl Collator {
         if self.torch.is_tensor(first) {
             let grad_enabled = self.grad_enabled(call, known)?;
             if let Some(way) = plan::plan_unread::<()>(kind, table.rows()) {
-                return Ok(self.load(first, matches!(way, Way::View), grad_enabled)?.map(alone));
+                let leading = matches!(way, Way::View);
+                return Ok(self.load(first, leading, grad_enabled, None)?.map(alone));
             }
             // Read where they are: whether they pass is not the question.
             let through = Through { torch: &self.torch, to: To::Nowhere };
@@ -648,13 +649,14 @@ impl Collator {
                 Ok(_) => {}
             }
         }
+        let values = if kind == Kind::Shared { 1 } else { table.rows() };
         let mut nest = Nest {
             collator: self,
             grad_enabled: self.grad_enabled(call, known)?,
-            loads: Vec::new(),
+            // Mostly one tensor for each.
+            loads: Vec::with_capacity(values),
         };
         let list = PyList::empty(call.py);
-        let values = if kind == Kind::Shared { 1 } else { table.rows() };
         for value in table.column(k).take(values) {
             let added = match kind {
                 Kind::Flat { dim: 0 } if is_list(value) => nest.extend(&list, value, 0)?,
@@ -674,12 +676,13 @@ impl Collator {
         Ok(Ok(Made::There(Loads { list: Some(list.unbind()), loads: nest.loads })))
     }
 
-    /// One leaf that goes to a device by itself.
+    /// One leaf that goes to a device by itself, and to its home in the batch.
     fn load(
         &self,
         leaf: &Bound<'_, PyAny>,
         leading: bool,
         grad_enabled: bool,
+        home: Option<(&Bound<'_, PyList>, usize)>,
     ) -> PyResult<Result<Load, Reason>> {
         let Some(tensor) = self.torch.tensor(leaf) else {
             return Ok(Err(Reason::NotATensor));
@@ -694,7 +697,8 @@ impl Collator {
         Ok(match plan::plan_dense(&layouts, leading) {
             Ok(output) if buffer::moves_single_bools(&output) => Err(Reason::Dtype),
             Ok(output) => {
-                Ok(Load { output, layouts, leaves: smallvec![leaf.clone().unbind()], home: None })
+                let home = home.map(|(list, at)| (list.clone().unbind(), at));
+                Ok(Load { output, layouts, leaves: smallvec![leaf.clone().unbind()], home })
             }
             Err(error) => Err(error.into()),
         })
@@ -883,10 +887,10 @@ impl Nest<'_> {
     ) -> PyResult<Result<(), Reason>> {
         let py = value.py();
         if self.collator.torch.is_tensor(value) {
-            match self.collator.load(value, false, self.grad_enabled)? {
+            let home = Some((list, list.len()));
+            match self.collator.load(value, false, self.grad_enabled, home)? {
                 Ok(load) => {
-                    let home = Some((list.clone().unbind(), list.len()));
-                    self.loads.push(Load { home, ..load });
+                    self.loads.push(load);
                     list.append(py.None())?;
                 }
                 Err(reason) => return Ok(Err(reason)),

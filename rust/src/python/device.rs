@@ -144,14 +144,12 @@ impl DevicePlan {
                 demands.push(Demand { nbytes, floating: dtype.is_floating(), own });
             }
         }
-        let Layout { offsets, part_of, parts } =
+        let Layout { offsets, part_of, parts, order } =
             plan::lay_out(&demands).map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
         let mut places = vec![None; self.loads.len()];
         for (at, &load) in loads.iter().enumerate() {
             places[load] = Some(Place { part: part_of[at], offset: offsets[at] });
         }
-        let mut order: Vec<_> = (0..loads.len()).collect();
-        order.sort_unstable_by_key(|&at| (offsets[at], demands[at].nbytes));
         let order = order.into_iter().map(|at| loads[at]).collect();
         let nbytes = parts.last().map_or(0, |part| part.end);
         let pairs = parts.iter().map(|part| (part.start, part.end)).collect();
@@ -181,8 +179,8 @@ impl DevicePlan {
         Ok(list)
     }
 
-    /// Puts a field into the batch, as views of the device's allocations: `uint8` tensors, one for
-    /// each part of the layout. `False`, and nothing is done, if some of it does not lie in the
+    /// Puts a field into the batch, as tensors in the device's allocations: `uint8` tensors, one
+    /// for each part of the layout. `False`, and nothing is done, if some of it does not lie in the
     /// first `sent` bytes of the host buffer.
     fn carve<'py>(
         &self,
@@ -194,30 +192,32 @@ impl DevicePlan {
     ) -> PyResult<bool> {
         let laid = self.laid()?;
         let BoundField { key, loads, .. } = self.field(field)?;
-        let torch = self.collator.get().torch();
+        let collator = self.collator.get();
+        let torch = collator.torch();
         let places = loads.clone().map(|load| laid.places[load]).collect::<Option<Vec<_>>>();
         let places = places.ok_or_else(|| refused("a field that is not laid out"))?;
         let loads = &self.loads[loads.clone()];
         if places.iter().zip(loads).any(|(place, load)| place.offset + load.output.nbytes > sent) {
             return Ok(false);
         }
-        let mut typed: Option<(usize, DType, Bound<'py, PyAny>, usize)> = None;
+        let mut typed: Option<Typed<'py>> = None;
         for (Place { part, offset }, Load { output, home, .. }) in places.into_iter().zip(loads) {
             let Output { dtype, sizes, .. } = output;
-            let (buffer, first) = match &typed {
-                Some((of, known, buffer, first)) if (*of, known) == (part, dtype) => {
-                    (buffer, *first)
-                }
+            let Range { start, end } = laid.parts[part];
+            let buffer = match &typed {
+                Some(typed) if (typed.part, typed.dtype) == (part, *dtype) => typed,
                 _ => {
                     let bytes = buffers.get(part).ok_or_else(|| refused("a buffer is missing"))?;
-                    let (buffer, first) = torch.typed(bytes, *dtype)?;
-                    let (_, _, buffer, first) = typed.insert((part, *dtype, buffer, first));
-                    (&*buffer, *first)
+                    let borrowed = collator.borrow(bytes);
+                    let checked = borrowed.is_some_and(|bytes| {
+                        bytes.is_mere_storage() && is_bytes(&bytes, end - start)
+                    });
+                    let elements = torch.typed(bytes, *dtype)?;
+                    &*typed.insert(Typed { part, dtype: *dtype, elements, checked })
                 }
             };
-            let item_size = dtype.item_size().unwrap_or(1);
-            let start = first + (offset - laid.parts[part].start) / item_size;
-            let tensor = torch.dense_view(buffer, sizes, start)?;
+            let first = (offset - start) / dtype.item_size().unwrap_or(1);
+            let tensor = torch.dense_in(&buffer.elements, sizes, first, buffer.checked)?;
             match home {
                 Some((list, index)) => list.bind(py).set_item(*index, tensor)?,
                 None => batch.set_item(key, tensor)?,
@@ -243,7 +243,8 @@ impl DevicePlan {
         }
         let collator = self.collator.get();
         let target = collator.borrow(into).filter(|into| {
-            at.checked_add(stop - start).is_some_and(|needed| is_byte_buffer(into, needed))
+            let needed = at.checked_add(stop - start);
+            into.on_cpu() && needed.is_some_and(|needed| is_bytes(into, needed))
         });
         let target = target
             .map(|into| SegmentPtr::new(into.data().cast_mut()).plus(at))
@@ -309,6 +310,15 @@ impl DevicePlan {
     }
 }
 
+/// An allocation on the device as elements of a type.
+struct Typed<'py> {
+    part: usize,
+    dtype: DType,
+    elements: Bound<'py, PyAny>,
+    /// Whether it has room for its part, and torch need not look.
+    checked: bool,
+}
+
 /// What one gather does for one load.
 struct Job<'a> {
     output: &'a Output,
@@ -327,7 +337,10 @@ impl DevicePlan {
     pub(super) fn push(&mut self, table: &Table<'_>, k: usize, loads: Vec<Load>) -> PyResult<()> {
         let Column { key, field, .. } = &table.columns[k];
         let start = self.loads.len();
-        self.loads.extend(loads);
+        match start {
+            0 => self.loads = loads,
+            _ => self.loads.extend(loads),
+        }
         self.fields.push(BoundField {
             key: key.clone().unbind(),
             field: field.clone().unbind(),
@@ -401,10 +414,9 @@ fn as_planned(leaf: &Borrowed<'_>, layouts: &Layouts, at: usize) -> bool {
         && (!leaf.data().is_null() || leaf.sizes().contains(&0))
 }
 
-/// Whether a borrowed tensor can be written to as `nbytes` plain bytes.
-fn is_byte_buffer(tensor: &Borrowed<'_>, nbytes: usize) -> bool {
-    tensor.on_cpu()
-        && tensor.dtype() == DType::new(code::UINT, 8)
+/// Whether a borrowed tensor is so many bytes, or more, without gaps.
+fn is_bytes(tensor: &Borrowed<'_>, nbytes: usize) -> bool {
+    tensor.dtype() == DType::new(code::UINT, 8)
         && shape::is_contiguous(tensor.sizes(), tensor.strides())
         && shape::element_count(tensor.sizes()).is_ok_and(|count| count >= nbytes)
         && (nbytes == 0 || !tensor.data().is_null())

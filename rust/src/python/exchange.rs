@@ -98,9 +98,12 @@ impl DTypes {
 pub(super) struct Borrowed<'a> {
     data: *const u8,
     dtype: DType,
-    on_cpu: bool,
+    /// DLPack's number; [`UNKNOWN_DEVICE`] where there is no table to ask.
+    device_type: i32,
     extents: Extents<'a>,
 }
+
+const UNKNOWN_DEVICE: i32 = 0;
 
 enum Extents<'a> {
     InTensor {
@@ -124,7 +127,15 @@ impl Borrowed<'_> {
     }
 
     pub(super) fn on_cpu(&self) -> bool {
-        self.on_cpu
+        self.device_type == dlpack::DEVICE_CPU
+    }
+
+    /// Whether it is on the host or on a device whose tensors, as torch's own compiler makes them,
+    /// are a storage with sizes, strides and an offset, and nothing more.
+    pub(super) fn is_mere_storage(&self) -> bool {
+        let plain =
+            [dlpack::DEVICE_CPU, dlpack::DEVICE_CUDA, dlpack::DEVICE_ROCM, dlpack::DEVICE_ONE_API];
+        plain.contains(&self.device_type)
     }
 
     pub(super) fn sizes(&self) -> &[i64] {
@@ -149,7 +160,7 @@ impl<'a> Borrowed<'a> {
     /// can't tell (floating point, gaps, no plain data).
     pub(super) fn same_whole_numbers(&self, other: &Self) -> Option<bool> {
         let plain = |leaf: &Self| {
-            leaf.on_cpu
+            leaf.on_cpu()
                 && !leaf.dtype.is_floating()
                 // A bool's byte may be any but 0 for true.
                 && leaf.dtype.code != code::BOOL
@@ -219,7 +230,7 @@ impl<'a> Leaves<'a> {
     pub(super) fn push_alike(&mut self, leaf: &Borrowed<'a>) -> bool {
         let Some(strides) = &self.strides else { return false };
         let alike = leaf.dtype == self.layouts.dtype()
-            && leaf.on_cpu
+            && leaf.on_cpu()
             && !leaf.data.is_null()
             && self.layouts.push_alike(leaf.sizes(), leaf.strides(), strides);
         if alike {
@@ -333,7 +344,7 @@ impl Table {
         Some(Borrowed {
             data: if data.is_null() { data } else { data.wrapping_add(offset) },
             dtype: tensor.dtype,
-            on_cpu: tensor.device.device_type == dlpack::DEVICE_CPU,
+            device_type: tensor.device.device_type,
             extents: Extents::InTensor {
                 ndim,
                 sizes: tensor.shape,
@@ -379,7 +390,7 @@ impl Attributes {
         Ok(Some(Borrowed {
             data: ptr::with_exposed_provenance(data),
             dtype,
-            on_cpu,
+            device_type: if on_cpu { dlpack::DEVICE_CPU } else { UNKNOWN_DEVICE },
             extents: Extents::Copied(Box::new((Dims::from_vec(sizes), Dims::from_vec(strides)))),
         }))
     }

@@ -85,6 +85,12 @@ impl Methods {
 pub(super) struct Torch {
     pub(super) names: Names,
     methods: Methods,
+    /// The tensor of sizes and strides over another's storage, that many elements after its first;
+    /// what torch's compiler puts into the code it writes. Tensors made by it have a version
+    /// counter each and are no views, as if they had memory of their own, and cost half of what
+    /// `as_strided` does with gradients enabled. It checks nothing:
+    /// <https://github.com/pytorch/pytorch/blob/main/torch/csrc/inductor/inductor_ops.h>
+    reinterpret: Option<Py<PyAny>>,
     dtypes: DTypes,
     pub(super) mapping_type: Py<PyAny>,
     interpreter_stack: Option<Py<PyAny>>,
@@ -112,9 +118,12 @@ impl Torch {
         let py = torch.py();
         let functorch = private.getattr("_functorch").ok();
         let peek = functorch.and_then(|module| module.getattr("peek_interpreter_stack").ok());
+        let compiler = private.getattr("_dynamo").and_then(|module| module.getattr("guards"));
+        let reinterpret = compiler.and_then(|module| module.getattr("_reinterpret_tensor"));
         Ok(Self {
             names: Names::new(py),
             methods: Methods::of(&torch.getattr("Tensor")?)?,
+            reinterpret: reinterpret.ok().map(Bound::unbind),
             dtypes: DTypes::of(torch),
             mapping_type: py.import("collections.abc")?.getattr("Mapping")?.unbind(),
             interpreter_stack: peek.map(Bound::unbind),
@@ -184,31 +193,38 @@ impl Torch {
         as_strided.bind(py).call1((first, sizes, strides)).map(Some)
     }
 
-    /// A buffer of bytes as elements of a type, and at which element of its storage it starts.
+    /// A buffer of bytes as elements of a type.
     pub(super) fn typed<'py>(
         &self,
         bytes: &Bound<'py, PyAny>,
         dtype: DType,
-    ) -> PyResult<(Bound<'py, PyAny>, usize)> {
+    ) -> PyResult<Bound<'py, PyAny>> {
         let py = bytes.py();
-        let Methods { view, storage_offset, .. } = &self.methods;
-        let typed = view.bind(py).call1((bytes, self.dtypes.object(py, dtype)?))?;
-        let start = storage_offset.bind(py).call1((&typed,))?.extract()?;
-        Ok((typed, start))
+        self.methods.view.bind(py).call1((bytes, self.dtypes.object(py, dtype)?))
     }
 
-    /// A dense view of some sizes that starts at an element of the tensor's storage.
-    pub(super) fn dense_view<'py>(
+    /// A dense tensor of some sizes in the memory of another, so many elements after its first,
+    /// with a version counter of its own.
+    ///
+    /// `checked`: whether it is known to lie there, and the other to be a mere storage.
+    pub(super) fn dense_in<'py>(
         &self,
         tensor: &Bound<'py, PyAny>,
         sizes: &[i64],
         start: usize,
+        checked: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = tensor.py();
         let strides = shape::contiguous_strides(sizes)
             .map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
         let (sizes, strides) = (PyTuple::new(py, sizes)?, PyTuple::new(py, &strides)?);
-        self.methods.as_strided.bind(py).call1((tensor, sizes, strides, start))
+        if checked && let Some(reinterpret) = &self.reinterpret {
+            return reinterpret.bind(py).call1((tensor, sizes, strides, start));
+        }
+        let Methods { as_strided, storage_offset, .. } = &self.methods;
+        let first: usize = storage_offset.bind(py).call1((tensor,))?.extract()?;
+        let view = as_strided.bind(py).call1((tensor, sizes, strides, first + start))?;
+        view.getattr(self.names.data.bind(py))
     }
 
     /// Whether a mode is active that wants to see torch's operations (fake tensors, tracing,
