@@ -17,8 +17,8 @@ from typing import Any
 
 import mmcollate
 import torch
-from mmcollate import Batched, Flat, _core, collate, stage
-from mmcollate.testing import FakeDevice
+from mmcollate import Batched, Flat, _core, collate
+from mmcollate.bench.instant import InstantDevice
 from mmcollate.torch_modes import only_device_contexts
 
 FLOOR = "torch alone: "
@@ -133,12 +133,12 @@ def cases() -> dict[str, Callable[[], object]]:
     add("2 images", 2, image, flat)
     add("8 images of different shapes", 8, ragged, batched)
     add("512 leaves", 512, leaf, flat)
-    device = FakeDevice()
+    device = InstantDevice()
     for count in (8, 64):
         packed = [leaf(i) for i in range(count)]
-        found[f"stage: {count} leaves"] = lambda packed=packed: stage(
-            packed, {"features": Batched()}, device=device
-        ).close()
+        found[f"to a device: {count} leaves"] = lambda packed=packed: collate(
+            packed, {"features": Batched()}, device=device, pin_memory=True
+        )
     return found
 
 
@@ -148,9 +148,13 @@ def floors() -> dict[str, Callable[[], object]]:
     many = [[torch.randint(0, 99, (3,)) for _ in range(16)] for _ in range(12)]
     pixels = [torch.randn(8, 1176).bfloat16() for _ in range(2)]
     leaves = [torch.randn(512 + 3 * i).bfloat16() for i in range(512)]
+    strides, starts = (1,), [1024 * i for i in range(64)]
+    device = torch.empty(1024 * 64, dtype=torch.bfloat16)
 
-    def packed(count: int) -> torch.Tensor:
-        return torch.cat([leaf.view(torch.uint8) for leaf in leaves[:count]])
+    def packed(count: int) -> list[torch.Tensor]:
+        torch.cat(leaves[:count])
+        places = zip(leaves, starts[:count], strict=False)
+        return [device.as_strided(leaf.shape, strides, start) for leaf, start in places]
 
     return {
         "1 x 12 kept fields": lambda: [x.unsqueeze(0) for x in one],
@@ -158,8 +162,8 @@ def floors() -> dict[str, Callable[[], object]]:
         "1 image": lambda: one[0].unsqueeze(0),
         "2 images": lambda: (torch.cat(pixels), torch.stack(one[:2])),
         "512 leaves": lambda: torch.cat(leaves),
-        "stage: 8 leaves": lambda: packed(8),
-        "stage: 64 leaves": lambda: packed(64),
+        "to a device: 8 leaves": lambda: packed(8),
+        "to a device: 64 leaves": lambda: packed(64),
     }
 
 

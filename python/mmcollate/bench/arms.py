@@ -14,9 +14,9 @@ import torch
 
 import mmcollate
 from mmcollate import _core
+from mmcollate.bench.instant import InstantDevice
 from mmcollate.bench.workloads import Item, Source, Workload
 from mmcollate.fields import Batched, Field, Flat, Shared
-from mmcollate.pinned import Passed
 from mmcollate.reference import collate_groups, iter_leaves
 from mmcollate.testing import FakeDevice
 
@@ -266,34 +266,26 @@ def _default_collate(case: Case) -> Run | None:
 # Packing
 
 
-class _Instant(FakeDevice):
-    """Copies nothing, and has read what it was given when the call returns: what is left is what
-    the host does. Its memory holds nothing."""
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, blocking: bool) -> None:
-        pass
-
-    def fence(self) -> Any:
-        return Passed()
-
-
 def _packed(case: Case) -> Run:
-    """All that is bound for a device, from pinned memory to tensors of the device."""
-    device, instant = _fake(), _Instant()
-    given, fields = (case.plain, case.workload.fields) if case.items is None else (case.items, None)
+    """All that is bound for a device goes there through pinned memory, in one copy."""
+    device, instant = _fake(), InstantDevice()
 
-    def call() -> dict[str, Any]:
-        return mmcollate.stage(given, fields, device=instant).to()
+    def batch(device: FakeDevice) -> dict[str, Any]:
+        if case.items is None:
+            fields = case.workload.fields
+            return mmcollate.collate(case.plain, fields, device=device, pin_memory=True)
+        from mmcollate.integrations import vllm
+
+        groups = vllm.group_and_batch_mm_items(case.items, device=device, pin_memory=True)
+        [(_, made)] = groups
+        return made
 
     def result() -> dict[str, Any]:
-        batch = mmcollate.stage(given, fields, device=device).to()
+        made = batch(device)
         device.synchronize()
-        return batch
+        return made
 
-    return Run(call, lambda: case.batch, result)
+    return Run(lambda: batch(instant), lambda: case.batch, result)
 
 
 def _u8_pack(case: Case) -> Run:
@@ -310,14 +302,17 @@ def _u8_pack(case: Case) -> Run:
 
 
 def _views(case: Case) -> Run:
-    """A view for each leaf, over memory that holds them all already."""
+    """A tensor for each leaf, over memory that holds them all already, the way that takes least:
+    torch's compiler's, where there is one."""
     leaves = case.packed
     joined = torch.cat([leaf.reshape(-1) for leaf in leaves])
     places, start = [], 0
     for leaf in leaves:
-        places.append((leaf.shape, leaf.stride(), start))
+        places.append((tuple(leaf.shape), leaf.stride(), start))
         start += leaf.numel()
-    return Run(lambda: [joined.as_strided(*place) for place in places], lambda: leaves)
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    view = getattr(guards, "_reinterpret_tensor", torch.Tensor.as_strided)
+    return Run(lambda: [view(joined, *place) for place in places], lambda: leaves)
 
 
 def _tensordict(case: Case) -> Run | None:
@@ -452,7 +447,7 @@ MEANINGS = {
     "mmcollate batch": "mmcollate in its place",
     "torch": "torch.stack and torch.cat by hand, on lists that are ready",
     "default_collate": "torch.utils.data.default_collate",
-    "mmcollate packed": "mmcollate.stage(…).to(): packed for one copy, to views on the device",
+    "mmcollate packed": "mmcollate in vLLM's place, to a device: one copy, and views there",
     "u8 pack": "views as bytes, torch.cat, split, views back",
     "tensordict": "TensorDict.consolidate, of one that is ready",
     "views": "torch's views alone, one for each leaf, of memory that holds them already",
