@@ -292,6 +292,9 @@ class Slot:
         self._memory: torch.Tensor | None = arena.slots[pair[0]]
         self.fence: Fence | None = None
         """Behind all that the device was given from it; made when it is given back."""
+        self.copies: list[tuple[int, int, int, int]] = []
+        """What its holder is to give the device of it: ``(part of the batch, offset in the part,
+        offset in the memory, bytes)``."""
         self.is_read = False
         """To be set before the device is given a copy from it."""
 

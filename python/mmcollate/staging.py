@@ -15,7 +15,7 @@ filled. A slot is written to again only when its fence has passed.
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,26 +76,18 @@ class Changed(Exception):
     """A leaf was changed since it was planned."""
 
 
-class _Filled:
-    """Host memory with what is to be copied from it: a slot, or pageable memory for want of one."""
+class _Pageable:
+    """Host memory in the place of a slot, for want of one."""
 
-    def __init__(self, slot: Slot | None, pageable: torch.Tensor | None = None) -> None:
-        self.slot = slot
-        self._pageable = pageable
+    fence = None
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.copies: list[tuple[int, int, int, int]] = []
-        """``(part, offset in the part, offset in the memory, bytes)``"""
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """``uint8``; not to be kept longer than the slot."""
-        memory = self._pageable if self.slot is None else self.slot.memory
-        assert memory is not None
-        return memory
+        self.is_read = False
 
     def close(self) -> None:
-        """Gives the slot back."""
-        if self.slot is not None:
-            self.slot.close()
+        """Nothing to give back."""
 
 
 class _Direct(NamedTuple):
@@ -131,7 +123,6 @@ class Transfer:
         self._runs = deque(runs)
         self._grown = 0
         self._launched = 0
-        self._copied = 0
         self._pageable = False
         self._sent_until = 0
         self._sent = 0
@@ -181,7 +172,6 @@ class Transfer:
             target = self.buffers[one.part][one.offset : one.offset + one.nbytes]
             source = one.leaf.detach().reshape(-1).view(torch.uint8)
             self._backend.copy(target, source, blocking=not self._backend.copies_are_ordered)
-            self._copied += one.nbytes
         self._direct_are_sent = True
 
     def run(self) -> None:
@@ -194,9 +184,9 @@ class Transfer:
         while self._runs:
             self.copy(self.fill())
 
-    def fill_all(self) -> deque[_Filled]:
+    def fill_all(self) -> deque[Slot | _Pageable]:
         """Gathers all of it, into pageable memory where no slot is free."""
-        filled: deque[_Filled] = deque()
+        filled: deque[Slot | _Pageable] = deque()
         try:
             while self._runs:
                 filled.append(self.fill(or_pageable=True))
@@ -206,22 +196,23 @@ class Transfer:
             raise
         return filled
 
-    def fill(self, *, or_pageable: bool = False) -> _Filled:
-        """Gathers the next part of the layout into host memory."""
+    def fill(self, *, or_pageable: bool = False) -> Slot | _Pageable:
+        """Gathers the next part of the layout into host memory, and notes what is to be copied."""
         filled = self._host_memory(or_pageable)
         memory, used = filled.memory, 0
         room = memory.numel()
+        runs = self._runs
         try:
-            while self._runs and used < room:
-                part, start, stop = self._runs[0]
+            while runs and used < room:
+                part, start, stop = runs[0]
                 taken = min(stop - start, room - used)
                 if not self._plan.gather(memory, used, start, start + taken):
                     raise Changed
                 filled.copies.append((part, start - self._parts[part][0], used, taken))
                 if start + taken < stop:
-                    self._runs[0] = (part, start + taken, stop)
+                    runs[0] = (part, start + taken, stop)
                 else:
-                    self._runs.popleft()
+                    runs.popleft()
                 used = _aligned(used + taken)
         except BaseException:
             # Nor may the traceback keep what a trim is to unpin.
@@ -230,7 +221,7 @@ class Transfer:
             raise
         return filled
 
-    def _host_memory(self, or_pageable: bool) -> _Filled:
+    def _host_memory(self, or_pageable: bool) -> Slot | _Pageable:
         arena = self._arena
         if not self._pageable:
             slot = arena.lease()
@@ -240,13 +231,12 @@ class Transfer:
             if slot is None and not arena.has_none and self._launched:
                 slot = self._wait_for_slot()
             if slot is not None:
-                return _Filled(slot)
+                return slot
             # Where memory can't be pinned, the reference would ask for it in vain too.
             if not (or_pageable or arena.refused):
                 raise NoSlot
             self._pageable = True
-        left = sum(_aligned(stop - start) for _, start, stop in self._runs)
-        return _Filled(None, torch.empty(left, dtype=torch.uint8, device="cpu"))
+        return _Pageable(sum([_aligned(stop - start) for _, start, stop in self._runs]))
 
     def _wait_for_slot(self) -> Slot | None:
         self._arena.count(waits=1)
@@ -260,40 +250,43 @@ class Transfer:
         finally:
             self._waited += time.monotonic() - start
 
-    def copy(self, filled: _Filled) -> None:
-        """Gives the device the copies from a filled buffer, and a fence behind them."""
+    def copy(self, filled: Slot | _Pageable) -> None:
+        """Gives the device the copies from filled memory, and a fence behind them."""
         backend, memory = self._backend, filled.memory
         blocking = not backend.copies_are_ordered
-        if filled.slot is None:
+        if type(filled) is _Pageable:
             blocking = blocking or not backend.pageable_copies_are_staged
         try:
             for part, offset, at, nbytes in filled.copies:
                 target = self.buffers[part][offset : offset + nbytes]
-                if filled.slot is not None:
-                    filled.slot.is_read = True
+                filled.is_read = True
                 backend.copy(target, memory[at : at + nbytes], blocking=blocking)
                 self._launched += 1
-                self._copied += nbytes
                 self._sent += nbytes
                 self._sent_until = self._parts[part][0] + offset + nbytes
         finally:
             del memory
             filled.close()
-        self.fence = None if filled.slot is None else filled.slot.fence
+        self.fence = filled.fence
 
-    def put(self, k: int, batch: dict[str, Any]) -> bool:
-        """Puts a field into the batch, as tensors in the device's allocations; ``False`` if not all
-        of it was sent."""
+    def put(self, batch: dict[str, Any], own: Sequence[bool | None], left: str) -> dict[int, str]:
+        """Puts fields into the batch, as tensors in the device's allocations. Returns those not all
+        of which was sent, each with the reason that is given."""
+        staged = [k for k, choice in enumerate(own) if choice is not None]
         if not self._direct_are_sent:
-            return False
+            return dict.fromkeys(staged, left)
         sent = self._sent_until if self._sent < self._to_send else self._parts[-1][1]
-        return self._plan.carve(k, self.buffers, sent, batch)
+        carve, buffers = self._plan.carve, self.buffers
+        return {k: left for k in staged if not carve(k, buffers, sent, batch)}
 
     def finish(self) -> None:
         """Counts what was done."""
-        direct = len(self._direct)
-        copies = self._launched + direct
-        self._arena.count_batch(copies, direct, self._copied, pageable=self._pageable)
+        nbytes = self._sent
+        direct = self._direct if self._direct_are_sent else []
+        if direct:
+            nbytes += sum([one.nbytes for one in direct])
+        copies = self._launched + len(direct)
+        self._arena.count_batch(copies, len(direct), nbytes, pageable=self._pageable)
 
 
 def _aligned(nbytes: int) -> int:
@@ -316,23 +309,29 @@ class Bound:
         declared = self._declared
         return is_embeds(name) or (declared is not None and bool(declared[name].outlives_batch))
 
-    def choose(self) -> list[bool | str]:
-        """For each field of the plan: whether it gets an allocation of its own, or why it takes the
-        reference."""
+    def choose(self) -> "Choice":
+        """What becomes of each field."""
         if self.backend.is_capturing():
-            return ["capturing"] * len(self.fields)
+            return self.left("capturing")
         tensors = sum([field[2] for field in self.fields])
         if tensors <= SMALL_COUNT and 0 < sum([field[4] for field in self.fields]) <= SMALL:
-            return ["small"] * len(self.fields)
-        chosen: list[bool | str] = []
+            return self.left("small")
+        own: list[bool | None] = []
+        reasons: dict[int, str] = {}
         for k, (name, is_list, _, smallest, _, single) in enumerate(self.fields):
             # The reference copies such leaves from where they are, and keeps their strides.
             may_be_left = single and (smallest >= DIRECT_FROM or not is_list)
             if may_be_left and all(map(self.backend.is_pinned, self.plan.first_leaves(k))):
-                chosen.append("pinned_leaf")
+                own.append(None)
+                reasons[k] = "pinned_leaf"
             else:
-                chosen.append(self._outlives(name))
-        return chosen
+                own.append(self._outlives(name))
+        return Choice(own, reasons)
+
+    def left(self, reason: str) -> "Choice":
+        """All fields take the reference."""
+        count = len(self.fields)
+        return Choice([None] * count, dict.fromkeys(range(count), reason))
 
     def send(self, batch: dict[str, Any]) -> None:
         """Brings the fields to the device and puts them into the batch.
@@ -340,10 +339,9 @@ class Bound:
         The copies are given to the current stream and may not have run when this returns; whoever
         uses the tensors on another stream makes that one wait, as after any ``non_blocking`` copy.
         """
-        chosen = self.choose()
-        staged = [k for k, choice in enumerate(chosen) if not isinstance(choice, str)]
-        if staged:
-            transfer = self.transfer(chosen)
+        own, reasons = self.choose()
+        if len(reasons) < len(own):
+            transfer = Transfer(self, own)
             transfer.allocate()
             left = "no_slot"
             try:
@@ -353,47 +351,33 @@ class Bound:
                 pass
             except Changed:
                 left = "changed"
-            for k in staged:
-                if not transfer.put(k, batch):
-                    chosen[k] = left
+            reasons |= transfer.put(batch, own, left)
             transfer.finish()
-        self.count(chosen)
-        self.reduce(chosen, batch)
+        self.plan.count(len(own) - len(reasons))
+        self.reduce(reasons, batch)
 
-    def transfer(self, chosen: Sequence[bool | str]) -> Transfer:
-        """Of the fields that are staged."""
-        return Transfer(self, [None if isinstance(choice, str) else choice for choice in chosen])
-
-    def reduce(self, chosen: Sequence[bool | str], batch: dict[str, Any]) -> None:
-        """Leaves the fields that are not staged to the reference."""
-        for k, choice in enumerate(chosen):
-            if isinstance(choice, str):
-                self.reduce_one(k, choice, batch)
-
-    def reduce_one(self, k: int, reason: str, batch: dict[str, Any]) -> None:
-        """Leaves one field to the reference."""
-        batch[self.fields[k][0]] = self.plan.reduce(k, reason)
-
-    def count(self, chosen: Sequence[bool | str]) -> None:
-        """Counts the fields that were staged."""
-        self.plan.count(sum(not isinstance(choice, str) for choice in chosen))
-
-    def taken(self, chosen: Sequence[bool | str]) -> set[Any]:
-        """Names of the fields that take the reference."""
-        pairs = zip(self.fields, chosen, strict=True)
-        return {name for (name, *_), choice in pairs if isinstance(choice, str)}
+    def reduce(self, reasons: Mapping[int, str], batch: dict[str, Any]) -> None:
+        """Leaves fields to the reference, each for its reason."""
+        for k, reason in reasons.items():
+            batch[self.fields[k][0]] = self.plan.reduce(k, reason)
 
     def explained(self, rows: list[Any]) -> list[Any]:
         """The rows of an explanation, with the reasons of what would not be staged after all."""
-        reasons = {
-            name: choice
-            for (name, *_), choice in zip(self.fields, self.choose(), strict=True)
-            if isinstance(choice, str)
-        }
+        reasons = {self.fields[k][0]: reason for k, reason in self.choose().reasons.items()}
         return [
             (*row[:2], "reference", 0, None, None, reasons[row[0]]) if row[0] in reasons else row
             for row in rows
         ]
+
+
+class Choice(NamedTuple):
+    """What becomes of the fields of a plan."""
+
+    own: list[bool | None]
+    """For each field whether it gets an allocation of its own, ``None`` if it takes the
+    reference."""
+    reasons: dict[int, str]
+    """Of those that take the reference, why."""
 
 
 class _Work(NamedTuple):
@@ -401,9 +385,10 @@ class _Work(NamedTuple):
 
     batch: dict[str, Any]
     bound: Bound | None
-    chosen: list[bool | str]
+    own: list[bool | None]
+    reasons: dict[int, str]
     transfer: Transfer | None
-    filled: deque[_Filled]
+    filled: deque[Slot | _Pageable]
 
 
 class Staged:
@@ -417,17 +402,18 @@ class Staged:
         self._backend = backend
         self._fence: Fence | None = None
         self._tensors: list[torch.Tensor] = []
-        chosen = [] if bound is None else bound.choose()
+        own, reasons = Choice([], {}) if bound is None else bound.choose()
         transfer: Transfer | None = None
-        filled: deque[_Filled] = deque()
-        if bound is not None and any(not isinstance(choice, str) for choice in chosen):
-            transfer = bound.transfer(chosen)
+        filled: deque[Slot | _Pageable] = deque()
+        if bound is not None and len(reasons) < len(own):
+            transfer = Transfer(bound, own)
             try:
                 filled = transfer.fill_all()
             except Changed:
-                transfer, chosen = None, ["changed"] * len(chosen)
+                transfer = None
+                own, reasons = bound.left("changed")
         # Whoever takes it out has it alone.
-        self._work = [_Work(batch, bound, chosen, transfer, filled)]
+        self._work = [_Work(batch, bound, own, reasons, transfer, filled)]
 
     def to(self, device: Any = None) -> dict[str, Any]:
         """Gives the device the copies and returns the batch; once.
@@ -454,7 +440,7 @@ class Staged:
             raise errors.CollateRuntimeError(
                 "this batch was given to the device, or closed, before"
             ) from None
-        batch, bound, chosen, transfer, filled = work
+        batch, bound, own, reasons, transfer, filled = work
         capturing = self._backend.is_capturing()
         if transfer is not None and capturing:
             self._work.append(work)
@@ -470,7 +456,7 @@ class Staged:
                 transfer.allocate()
             if bound is not None:
                 # Before anything is given up, for here the device may have no memory too.
-                bound.reduce(chosen, batch)
+                bound.reduce(reasons, batch)
         except BaseException:
             if transfer is not None:
                 transfer.buffers = []
@@ -487,28 +473,15 @@ class Staged:
             finally:
                 for one in filled:
                     one.close()
-            for k, choice in enumerate(chosen):
-                if not isinstance(choice, str) and not transfer.put(k, batch):
-                    chosen[k], changed = "changed", True
-                    bound.reduce_one(k, "changed", batch)
+            late = transfer.put(batch, own, "changed")
+            changed = bool(late)
+            bound.reduce(late, batch)
+            reasons |= late
             transfer.finish()
             self._tensors.extend(transfer.buffers)
-        staged: set[Any] = set()
-        taken: set[Any] = set()
         if bound is not None:
-            bound.count(chosen)
-            taken = bound.taken(chosen)
-            # In the buffers, which are noted.
-            staged = {name for name, *_ in bound.fields} - taken
-        self._tensors.extend(
-            leaf
-            for name, value in batch.items()
-            if name not in staged
-            for leaf in iter_leaves(value)
-            if type(leaf) is torch.Tensor
-            and leaf.layout is torch.strided
-            and (name in taken or not leaf.is_cpu)
-        )
+            bound.plan.count(len(own) - len(reasons))
+        self._tensors.extend(_on_device(batch, bound, reasons))
         if not capturing:
             # All but the copies from slots was given before these.
             last = None if transfer is None or changed else transfer.fence
@@ -544,6 +517,22 @@ class Staged:
 
     def __reduce__(self) -> Any:
         raise TypeError("a staged batch can't be copied or pickled: it holds slots of the arena")
+
+
+def _on_device(
+    batch: Mapping[Any, Any], bound: Bound | None, reasons: Mapping[int, str]
+) -> Iterator[torch.Tensor]:
+    """The tensors of a batch that a device has, but those that were staged: they are in buffers
+    that are known."""
+    fields = [] if bound is None else bound.fields
+    # A fake device keeps them on the host.
+    taken = {fields[k][0] for k in reasons}
+    staged = {name for name, *_ in fields} - taken
+    for name, value in batch.items():
+        for leaf in iter_leaves(value) if name not in staged else ():
+            is_plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided
+            if is_plain and (name in taken or not leaf.is_cpu):
+                yield leaf
 
 
 def detach(tensor: torch.Tensor) -> torch.Tensor:
