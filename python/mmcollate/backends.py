@@ -151,12 +151,15 @@ class Torch(Backend):
 def backend_of(device: Any) -> Backend | None:
     """The backend of a device as callers name it; ``None`` if its fields are left to the reference:
     the host, the meta device, and what torch has no streams and events for."""
-    if isinstance(device, Backend):
+    if type(device) is torch.device:  # as engines have it: first, for it is asked for each batch
+        known = device
+    elif isinstance(device, Backend):
         return device
-    try:
-        known = torch.device(device)
-    except (RuntimeError, TypeError):
-        return None  # the reference's attempt raises its own error
+    else:
+        try:
+            known = torch.device(device)
+        except (RuntimeError, TypeError):
+            return None  # the reference's attempt raises its own error
     # The host first: asking for accelerators may start a driver, which a process that is yet to
     # fork must not do.
     if known.type in ("cpu", "meta") or known.type != _accelerator():
