@@ -18,7 +18,7 @@ from typing import Any
 import mmcollate
 import torch
 from mmcollate import Batched, Flat, _core, collate
-from mmcollate.bench.instant import InstantDevice
+from mmcollate.bench.instant import InstantDevice, tensor_over
 from mmcollate.torch_modes import only_device_contexts
 
 FLOOR = "torch alone: "
@@ -149,12 +149,12 @@ def floors() -> dict[str, Callable[[], object]]:
     pixels = [torch.randn(8, 1176).bfloat16() for _ in range(2)]
     leaves = [torch.randn(512 + 3 * i).bfloat16() for i in range(512)]
     strides, starts = (1,), [1024 * i for i in range(64)]
-    device = torch.empty(1024 * 64, dtype=torch.bfloat16)
 
     def packed(count: int) -> list[torch.Tensor]:
         torch.cat(leaves[:count])
+        device = torch.empty(1024 * count, dtype=torch.bfloat16)
         places = zip(leaves, starts[:count], strict=False)
-        return [device.as_strided(leaf.shape, strides, start) for leaf, start in places]
+        return [tensor_over(device, leaf.shape, strides, start) for leaf, start in places]
 
     return {
         "1 x 12 kept fields": lambda: [x.unsqueeze(0) for x in one],

@@ -286,17 +286,21 @@ class Arena:
 class Slot:
     """Exclusive use of one slot of the arena, until :meth:`close`; dropping it closes it too."""
 
+    _pair: tuple[int, int] | None = None
+    _memory: torch.Tensor | None = None
+    fence: Fence | None = None
+    """Behind all that the device was given from it; made when it is given back."""
+    is_read = False
+    """To be set before the device is given a copy from it."""
+
     def __init__(self, arena: Arena, pair: tuple[int, int]) -> None:
-        self._pair: tuple[int, int] | None = pair
+        # These two first: with them, one that an interrupt leaves half made can be closed.
         self._arena = arena
-        self._memory: torch.Tensor | None = arena.slots[pair[0]]
-        self.fence: Fence | None = None
-        """Behind all that the device was given from it; made when it is given back."""
+        self._pair = pair
+        self._memory = arena.slots[pair[0]]
         self.copies: list[tuple[int, int, int, int]] = []
         """What its holder is to give the device of it: ``(part of the batch, offset in the part,
         offset in the memory, bytes)``."""
-        self.is_read = False
-        """To be set before the device is given a copy from it."""
 
     @property
     def memory(self) -> torch.Tensor:

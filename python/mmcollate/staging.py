@@ -270,8 +270,8 @@ class Transfer:
         self.fence = filled.fence
 
     def put(self, batch: dict[str, Any], own: Sequence[bool | None], left: str) -> dict[int, str]:
-        """Puts fields into the batch, as tensors in the device's allocations. Returns those not all
-        of which was sent, each with the reason that is given."""
+        """Puts fields into the batch, as tensors in the device's allocations. Returns those that
+        were not sent whole, each with ``left`` as its reason."""
         staged = [k for k, choice in enumerate(own) if choice is not None]
         if not self._direct_are_sent:
             return dict.fromkeys(staged, left)

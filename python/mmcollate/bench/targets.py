@@ -67,7 +67,7 @@ LIMITS = {
     "torch": "plain torch",
     "memcpy huge pages": "bare copy into huge pages",
     "memcpy warm": "bare copy into a warm block",
-    "views": "torch's views alone",
+    "views": "torch's tensors alone",
 }
 """Arms that do what no collator can leave out, and nothing else."""
 

@@ -14,6 +14,7 @@ use smallvec::SmallVec;
 use super::buffer::DETACH_FROM;
 use super::collator::Collator;
 use super::exchange::Borrowed;
+use super::guard::Elements;
 use super::items::{Column, Table};
 use super::reason::{Reason, add};
 use crate::dtype::{DType, code};
@@ -209,15 +210,16 @@ impl DevicePlan {
                 _ => {
                     let bytes = buffers.get(part).ok_or_else(|| refused("a buffer is missing"))?;
                     let borrowed = collator.borrow(bytes);
-                    let checked = borrowed.is_some_and(|bytes| {
-                        bytes.is_mere_storage() && is_bytes(&bytes, end - start)
-                    });
-                    let elements = torch.typed(bytes, *dtype)?;
-                    &*typed.insert(Typed { part, dtype: *dtype, elements, checked })
+                    if borrowed.as_ref().is_some_and(|bytes| !is_bytes(bytes, end - start)) {
+                        return Err(refused("needs a contiguous uint8 buffer with room"));
+                    }
+                    let simple = borrowed.is_some_and(|bytes| bytes.is_of_simple_device());
+                    let elements = torch.elements(bytes, *dtype, simple)?;
+                    &*typed.insert(Typed { part, dtype: *dtype, elements })
                 }
             };
             let first = (offset - start) / dtype.item_size().unwrap_or(1);
-            let tensor = torch.dense_in(&buffer.elements, sizes, first, buffer.checked)?;
+            let tensor = torch.dense_in(&buffer.elements, sizes, first)?;
             match home {
                 Some((list, index)) => list.bind(py).set_item(*index, tensor)?,
                 None => batch.set_item(key, tensor)?,
@@ -227,8 +229,8 @@ impl DevicePlan {
     }
 
     /// Writes the bytes `start..stop` of the host buffer to `into`, a contiguous `uint8` tensor on
-    /// the host, from its byte `at` on; what lies between the loads is zero. `False` if a leaf is no longer as it was
-    /// planned; what was written is then to be thrown away.
+    /// the host, from its byte `at` on; what lies between the loads is zero. `False` if a leaf is no
+    /// longer as it was planned; what was written is then to be thrown away.
     fn gather(
         &self,
         py: Python<'_>,
@@ -314,9 +316,7 @@ impl DevicePlan {
 struct Typed<'py> {
     part: usize,
     dtype: DType,
-    elements: Bound<'py, PyAny>,
-    /// Whether it has room for its part, and torch need not look.
-    checked: bool,
+    elements: Elements<'py>,
 }
 
 /// What one gather does for one load.

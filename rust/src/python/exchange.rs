@@ -98,12 +98,13 @@ impl DTypes {
 pub(super) struct Borrowed<'a> {
     data: *const u8,
     dtype: DType,
-    /// DLPack's number; [`UNKNOWN_DEVICE`] where there is no table to ask.
+    /// DLPack's number, or [`OTHER_DEVICE`].
     device_type: i32,
     extents: Extents<'a>,
 }
 
-const UNKNOWN_DEVICE: i32 = 0;
+/// None that the slower door knows.
+const OTHER_DEVICE: i32 = 0;
 
 enum Extents<'a> {
     InTensor {
@@ -130,9 +131,9 @@ impl Borrowed<'_> {
         self.device_type == dlpack::DEVICE_CPU
     }
 
-    /// Whether it is on the host or on a device whose tensors, as torch's own compiler makes them,
-    /// are a storage with sizes, strides and an offset, and nothing more.
-    pub(super) fn is_mere_storage(&self) -> bool {
+    /// Whether a storage, sizes, strides and an offset are all that a tensor of its device is: those
+    /// for which torch has its compiler in the same package.
+    pub(super) fn is_of_simple_device(&self) -> bool {
         let plain =
             [dlpack::DEVICE_CPU, dlpack::DEVICE_CUDA, dlpack::DEVICE_ROCM, dlpack::DEVICE_ONE_API];
         plain.contains(&self.device_type)
@@ -383,14 +384,24 @@ impl Attributes {
         if !strided || leaf.getattr("is_nested")?.is_truthy()? {
             return Ok(None);
         }
-        let on_cpu = leaf.getattr("is_cpu")?.is_truthy()?;
+        let mut device_type = OTHER_DEVICE;
+        for (name, number) in [
+            ("is_cpu", dlpack::DEVICE_CPU),
+            ("is_cuda", dlpack::DEVICE_CUDA),
+            ("is_xpu", dlpack::DEVICE_ONE_API),
+        ] {
+            if leaf.getattr(name)?.is_truthy()? {
+                device_type = number;
+                break;
+            }
+        }
         let data: usize = self.data_ptr.bind(py).call1((leaf,))?.extract()?;
         let sizes: Vec<i64> = leaf.getattr("shape")?.extract()?;
         let strides: Vec<i64> = self.stride.bind(py).call1((leaf,))?.extract()?;
         Ok(Some(Borrowed {
             data: ptr::with_exposed_provenance(data),
             dtype,
-            device_type: if on_cpu { dlpack::DEVICE_CPU } else { UNKNOWN_DEVICE },
+            device_type,
             extents: Extents::Copied(Box::new((Dims::from_vec(sizes), Dims::from_vec(strides)))),
         }))
     }

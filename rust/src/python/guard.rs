@@ -4,9 +4,9 @@
 //! one of these goes to the reference with its whole field, and the result and the exception are
 //! then torch's own.
 
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyException, PyRuntimeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyString, PyTuple};
+use pyo3::types::{PyDict, PyString, PyTuple};
 
 use super::exchange::{Borrowed, DTypes, Door};
 use super::reason::Reason;
@@ -81,14 +81,38 @@ impl Methods {
     }
 }
 
+/// A buffer as elements of a type, of which tensors are made.
+pub(super) struct Elements<'py> {
+    tensor: Bound<'py, PyAny>,
+    /// Its first element in the storage, if the tensors are to be views that torch makes.
+    viewed_from: Option<usize>,
+}
+
+/// Whether what [`Torch::reinterpret`] makes is what is expected of it: it is no public function.
+fn is_as_expected(torch: &Bound<'_, PyModule>, reinterpret: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = torch.py();
+    let host = PyDict::new(py);
+    host.set_item("device", "cpu")?;
+    let whole = torch.call_method("arange", (16,), Some(&host))?;
+    let buffer = whole.call_method1("narrow", (0, 4, 12))?;
+    let made = reinterpret.call1((&buffer, (2, 3), (4, 1), 2))?;
+    let right = whole.call_method1("as_strided", ((2, 3), (4, 1), 6))?;
+    for question in ["data_ptr", "stride", "storage_offset", "size", "tolist"] {
+        if !made.call_method0(question)?.eq(right.call_method0(question)?)? {
+            return Ok(false);
+        }
+    }
+    let base = made.getattr("_base")?;
+    Ok(base.is_none() && made.get_type().is(torch.getattr("Tensor")?))
+}
+
 /// What the guard compares with, looked up once.
 pub(super) struct Torch {
     pub(super) names: Names,
     methods: Methods,
-    /// The tensor of sizes and strides over another's storage, that many elements after its first;
-    /// what torch's compiler puts into the code it writes. Tensors made by it have a version
-    /// counter each and are no views, as if they had memory of their own, and cost half of what
-    /// `as_strided` does with gradients enabled. It checks nothing:
+    /// `(tensor, sizes, strides, elements after its first)`: a tensor over the same storage that
+    /// is no view and has a version counter of its own, as if it had memory of its own. It checks
+    /// nothing. What torch's compiler puts into the code that it writes:
     /// <https://github.com/pytorch/pytorch/blob/main/torch/csrc/inductor/inductor_ops.h>
     reinterpret: Option<Py<PyAny>>,
     dtypes: DTypes,
@@ -119,11 +143,19 @@ impl Torch {
         let functorch = private.getattr("_functorch").ok();
         let peek = functorch.and_then(|module| module.getattr("peek_interpreter_stack").ok());
         let compiler = private.getattr("_dynamo").and_then(|module| module.getattr("guards"));
-        let reinterpret = compiler.and_then(|module| module.getattr("_reinterpret_tensor"));
+        let reinterpret = compiler.and_then(|module| module.getattr("_reinterpret_tensor")).ok();
+        let as_expected = match &reinterpret {
+            None => false,
+            Some(reinterpret) => match is_as_expected(torch, reinterpret) {
+                // As a torch mode may do, or a version of torch with other arguments.
+                Err(error) if error.is_instance_of::<PyException>(py) => false,
+                found => found?,
+            },
+        };
         Ok(Self {
             names: Names::new(py),
             methods: Methods::of(&torch.getattr("Tensor")?)?,
-            reinterpret: reinterpret.ok().map(Bound::unbind),
+            reinterpret: reinterpret.filter(|_| as_expected).map(Bound::unbind),
             dtypes: DTypes::of(torch),
             mapping_type: py.import("collections.abc")?.getattr("Mapping")?.unbind(),
             interpreter_stack: peek.map(Bound::unbind),
@@ -193,38 +225,48 @@ impl Torch {
         as_strided.bind(py).call1((first, sizes, strides)).map(Some)
     }
 
-    /// A buffer of bytes as elements of a type.
-    pub(super) fn typed<'py>(
+    /// A buffer of bytes as elements of a type. `simple`: see [`Borrowed::is_of_simple_device`].
+    pub(super) fn elements<'py>(
         &self,
         bytes: &Bound<'py, PyAny>,
         dtype: DType,
-    ) -> PyResult<Bound<'py, PyAny>> {
+        simple: bool,
+    ) -> PyResult<Elements<'py>> {
         let py = bytes.py();
-        self.methods.view.bind(py).call1((bytes, self.dtypes.object(py, dtype)?))
+        let Methods { view, storage_offset, .. } = &self.methods;
+        let tensor = view.bind(py).call1((bytes, self.dtypes.object(py, dtype)?))?;
+        let viewed_from = if simple && self.reinterpret.is_some() {
+            None
+        } else {
+            Some(storage_offset.bind(py).call1((&tensor,))?.extract()?)
+        };
+        Ok(Elements { tensor, viewed_from })
     }
 
-    /// A dense tensor of some sizes in the memory of another, so many elements after its first,
-    /// with a version counter of its own.
-    ///
-    /// `checked`: whether it is known to lie there, and the other to be a mere storage.
+    /// A dense tensor of some sizes in a buffer, `start` elements after its first, where it has
+    /// room; with a version counter of its own.
     pub(super) fn dense_in<'py>(
         &self,
-        tensor: &Bound<'py, PyAny>,
+        buffer: &Elements<'py>,
         sizes: &[i64],
         start: usize,
-        checked: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
+        let Elements { tensor, viewed_from } = buffer;
         let py = tensor.py();
         let strides = shape::contiguous_strides(sizes)
             .map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
         let (sizes, strides) = (PyTuple::new(py, sizes)?, PyTuple::new(py, &strides)?);
-        if checked && let Some(reinterpret) = &self.reinterpret {
-            return reinterpret.bind(py).call1((tensor, sizes, strides, start));
+        match (viewed_from, &self.reinterpret) {
+            (None, Some(reinterpret)) => {
+                reinterpret.bind(py).call1((tensor, sizes, strides, start))
+            }
+            (first, _) => {
+                let start = first.unwrap_or(0) + start;
+                let as_strided = self.methods.as_strided.bind(py);
+                let view = as_strided.call1((tensor, sizes, strides, start))?;
+                view.getattr(self.names.data.bind(py))
+            }
         }
-        let Methods { as_strided, storage_offset, .. } = &self.methods;
-        let first: usize = storage_offset.bind(py).call1((tensor,))?.extract()?;
-        let view = as_strided.bind(py).call1((tensor, sizes, strides, first + start))?;
-        view.getattr(self.names.data.bind(py))
     }
 
     /// Whether a mode is active that wants to see torch's operations (fake tensors, tracing,
