@@ -140,9 +140,13 @@ class DevicePlan:
     """The fields of one batch that go to a device."""
 
     @property
-    def fields(self) -> list[tuple[Any, bool, int, int, int, bool]]:
-        """For each field `(name, whether it is a list, number of loads, bytes of the smallest,
-        bytes of all, whether each is of one leaf)`."""
+    def fields(self) -> list[tuple[Any, bool, int, bool]]:
+        """For each field `(name, whether it is a list, bytes of the smallest load, whether each is
+        of one leaf)`."""
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """How many loads there are, and their bytes."""
 
     def first_leaves(self, field: int) -> list[torch.Tensor]:
         """The first leaf of each load of a field."""

@@ -377,14 +377,13 @@ def _floor_power(value: int) -> int:
 
 def arena_of(backend: Backend) -> Arena:
     """The arena of a device in this process; made when it is first asked for."""
-    # Those of the processes that this one was forked from stay: never used, and never freed, for
-    # their memory is not this one's to unpin.
-    arenas: dict[int, Arena] = backend.__dict__.setdefault("arenas", {})
-    arena = arenas.get(_process)
-    if arena is None:
-        # Of threads that come here at one time, all take the first one's; without a lock, which a
-        # forked child could find taken.
-        arena = arenas.setdefault(
-            _process, Arena(backend, config.pinned_max(), config.staging_chunk())
-        )
+    try:
+        arena: Arena = backend.arenas[_process]
+    except (AttributeError, KeyError):
+        # Those of the processes that this one was forked from stay: never used, and never freed,
+        # for their memory is not this one's to unpin. Of threads that come here at one time, all
+        # take the first one's; without a lock, which a forked child could find taken.
+        arenas: dict[int, Arena] = backend.__dict__.setdefault("arenas", {})
+        fresh = Arena(backend, config.pinned_max(), config.staging_chunk())
+        arena = arenas.setdefault(_process, fresh)
     return arena

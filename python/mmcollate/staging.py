@@ -313,12 +313,12 @@ class Bound:
         """What becomes of each field."""
         if self.backend.is_capturing():
             return self.left("capturing")
-        tensors = sum([field[2] for field in self.fields])
-        if tensors <= SMALL_COUNT and 0 < sum([field[4] for field in self.fields]) <= SMALL:
+        count, nbytes = self.plan.totals
+        if count <= SMALL_COUNT and 0 < nbytes <= SMALL:
             return self.left("small")
         own: list[bool | None] = []
         reasons: dict[int, str] = {}
-        for k, (name, is_list, _, smallest, _, single) in enumerate(self.fields):
+        for k, (name, is_list, smallest, single) in enumerate(self.fields):
             # The reference copies such leaves from where they are, and keeps their strides.
             may_be_left = single and (smallest >= DIRECT_FROM or not is_list)
             if may_be_left and all(map(self.backend.is_pinned, self.plan.first_leaves(k))):

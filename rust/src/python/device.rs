@@ -106,20 +106,25 @@ impl DevicePlan {
         self.layout = None;
     }
 
-    /// For each field `(name, whether it is a list, number of loads, bytes of the smallest, bytes of
-    /// all, whether each is of one leaf)`.
+    /// For each field `(name, whether it is a list, bytes of the smallest load, whether each is of
+    /// one leaf)`.
     #[getter]
     fn fields<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let fields = self.fields.iter().map(|field| {
             let loads = &self.loads[field.loads.clone()];
             let is_list = loads.first().is_some_and(|load| load.home.is_some());
-            let sizes = || loads.iter().map(|load| load.output.nbytes);
-            let all = sizes().fold(0, usize::saturating_add);
             let single = loads.iter().all(|load| load.leaves.len() == 1);
-            let smallest = sizes().min().unwrap_or(0);
-            (field.key.clone_ref(py), is_list, loads.len(), smallest, all, single).into_pyobject(py)
+            let smallest = loads.iter().map(|load| load.output.nbytes).min().unwrap_or(0);
+            (field.key.clone_ref(py), is_list, smallest, single).into_pyobject(py)
         });
         PyList::new(py, fields.collect::<PyResult<Vec<_>>>()?)
+    }
+
+    /// How many loads there are, and their bytes.
+    #[getter]
+    fn totals(&self) -> (usize, usize) {
+        let nbytes = self.loads.iter().map(|load| load.output.nbytes);
+        (self.loads.len(), nbytes.fold(0, usize::saturating_add))
     }
 
     /// The first leaf of each load of a field.
