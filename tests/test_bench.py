@@ -256,6 +256,15 @@ def test_what_comes_before_a_call_is_not_timed():
     assert ticks.calls == ["a", "a", *["before", "a"] * 6]
 
 
+def test_what_comes_before_a_round_is_not_timed():
+    ticks = Ticks()
+    shift = ticks.function("shift", 100.0)
+    functions = {"a": ticks.function("a", 1.0)}
+    found = measure.interleaved(functions, seconds=12, rounds=4, each_round=shift, clock=ticks)
+    assert found.seconds["a"] == [1.0] * 4
+    assert ticks.calls == ["a", "a", *["shift", "a", "a", "a"] * 4]
+
+
 # Targets
 
 

@@ -36,6 +36,7 @@ def interleaved(
     rounds: int = 40,
     least: int = 5,
     before: Function | None = None,
+    each_round: Function | None = None,
     order: random.Random | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
@@ -47,6 +48,7 @@ def interleaved(
         rounds: Most rounds.
         least: Rounds that are made even if they take longer.
         before: Called before each call, outside the timing; then a turn is one call.
+        each_round: Called before each round.
         order: Where the order comes from.
         clock: What tells the seconds.
     """
@@ -61,6 +63,8 @@ def interleaved(
     for done in range(rounds):
         if done >= least and clock() - start > seconds:
             break
+        if each_round is not None:
+            each_round()
         for name in order.sample(list(functions), len(functions)):
             function = functions[name]
             if before is not None:

@@ -29,6 +29,11 @@ QUICK_SECONDS = 0.7
 FLUSH_BYTES = 48 << 20
 """More than the caches of one core and its share of the last level hold."""
 
+SHIFTED = (256 << 10, 20 << 20)
+"""Batches of so many bytes, and less than so many, lie elsewhere in the heap in each round: caches
+and pages made those of one arm up to twice as slow as of another in all rounds of a row, and it was
+another arm and row in each run. Larger ones are mapped, or should be."""
+
 PRELOADED_ROWS = ("images/32x256", "images/8x4096")
 WARM_ROWS = ("images/8x4096", "images/32x4096")
 WARM_MAX_MB = 1024
@@ -155,7 +160,7 @@ def measured(
         del case.groups  # the results that were compared
         calls = {name: run.call for name, run in runs.items()}
         with _quiet_collector():
-            row |= _timed(calls, workload, seconds * workload.weight)
+            row |= _timed(calls, workload, case.nbytes, seconds * workload.weight)
     row["targets"] = targets.of_row(row)
     return row
 
@@ -196,11 +201,13 @@ def _described(case: arms.Case, process: str) -> dict[str, Any]:
 
 
 def _timed(
-    calls: Mapping[str, Callable[[], Any]], workload: Workload, seconds: float
+    calls: Mapping[str, Callable[[], Any]], workload: Workload, nbytes: int, seconds: float
 ) -> dict[str, Any]:
     order = random.Random(workload.name)
+    flush = _flush() if workload.cold else None
+    shift = _shift(nbytes, order) if SHIFTED[0] <= nbytes < SHIFTED[1] else None
     samples = measure.interleaved(
-        calls, seconds=seconds, before=_flush() if workload.cold else None, order=order
+        calls, seconds=seconds, before=flush, each_round=shift, order=order
     )
     tails: dict[str, list[float]] = {}
     medians = {name: measure.quartiles(times)[1] for name, times in samples.seconds.items()}
@@ -221,6 +228,18 @@ def _timed(
         for base, other in targets.ratios_of(list(calls))
     }
     return {"rounds": samples.rounds, "arms": told, "ratios": ratios}
+
+
+def _shift(nbytes: int, order: random.Random) -> Callable[[], None]:
+    """Gives the arms other places in the heap than in the round before."""
+    kept: list[torch.Tensor] = []
+
+    def shift() -> None:
+        kept.clear()
+        # Nobody touches it.
+        kept.append(torch.empty(order.randrange(1, 2 * nbytes), dtype=torch.uint8))
+
+    return shift
 
 
 def _flush() -> Callable[[], None]:
