@@ -431,6 +431,24 @@ def test_only_a_named_device_must_have_pinned_memory():
         mmcollate.trim("cpu")
 
 
+FREED_AND_TAKEN_AGAIN = """
+import torch
+from mmcollate import Flat, collate
+leaf = torch.ones(5 << 19, dtype=torch.uint8)
+# Freed, it makes the C library keep blocks of this size in the heap.
+torch.ones(30 << 20, dtype=torch.uint8)
+places = {collate([{"x": leaf}] * 2, {"x": Flat()})["x"].data_ptr() for _ in range(64)}
+print(len(places))
+"""
+
+
+@own_mappings
+def test_a_batch_takes_the_block_of_the_one_before():
+    code, out, err = run_script(FREED_AND_TAKEN_AGAIN)
+    assert (code, err) == (0, "")
+    assert int(out) <= 4
+
+
 WARM_HEAP = """
 import torch
 from mmcollate import Flat, collate
