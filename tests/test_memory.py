@@ -478,6 +478,35 @@ def test_a_free_block_with_its_pages_is_used_and_then_mappings_again():
     assert set(seen) <= {"[False, False]\n"}
 
 
+LARGE_HOLE = """
+import torch
+from mmcollate import Flat, collate
+leaf = torch.ones(40 << 20, dtype=torch.uint8)
+torch.ones(30 << 20, dtype=torch.uint8)
+blocks = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(60)]
+last = torch.ones(1 << 20, dtype=torch.uint8)
+del blocks
+print([collate([{"x": leaf}] * 2, {"x": Flat()})["x"].data_ptr() % (2 << 20) for _ in range(2)])
+"""
+
+
+@own_mappings
+def test_the_c_library_is_known_where_the_executable_takes_addresses_of_it():
+    """Debian's Python lies at a fixed address, and ``malloc`` is found in it."""
+    python = Path(f"/usr/bin/python{sys.version_info[0]}.{sys.version_info[1]}")
+    if not python.exists() or python.read_bytes()[16:18] != b"\x02\x00":
+        pytest.skip(f"needs a {python} that is linked to a fixed address")
+    places = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [python, "-c", LARGE_HOLE],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": places},
+    )
+    assert (done.returncode, done.stdout) == (0, "[0, 0]\n"), done.stderr
+
+
 @own_mappings
 def test_a_free_block_without_its_pages_is_not_used():
     cold = WARM_HEAP.replace("leaf =", "import ctypes; ctypes.CDLL(None).malloc_trim(0)\nleaf =")

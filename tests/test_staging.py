@@ -66,16 +66,25 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
     mmcollate.reset_stats()
 
 
-@pytest.fixture(params=["table", "attributes", "public views", "odd private views"])
+def as_detached_view(
+    tensor: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], start: int
+) -> torch.Tensor:
+    return tensor.as_strided(sizes, strides, tensor.storage_offset() + start).detach()
+
+
+# What torch's private function might become.
+ODD = {"odd start": torch.Tensor.as_strided, "shared counter": as_detached_view}
+
+
+@pytest.fixture(params=["table", "attributes", "public views", *ODD])
 def door(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Both ways of reading tensors, and of making those of a batch on a device."""
     monkeypatch.setenv("MMCOLLATE_SKIP_EXCHANGE_TABLE", str(int(request.param == "attributes")))
     guards = torch._C._dynamo.guards
     if request.param == "public views":
         monkeypatch.delattr(guards, "_reinterpret_tensor")
-    elif request.param == "odd private views":
-        # Its last argument might become what as_strided has there.
-        monkeypatch.setattr(guards, "_reinterpret_tensor", torch.Tensor.as_strided)
+    elif request.param in ODD:
+        monkeypatch.setattr(guards, "_reinterpret_tensor", ODD[request.param])
     collation.collator.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -1355,6 +1364,46 @@ def test_tensors_of_a_batch_have_a_version_counter_each(door, grad):
     assert [leaf.requires_grad for leaf in leaves] == [False, False, False, True, False]
     loss.backward()
     assert torch.equal(weight.grad, torch.full((70,), 3.0))
+
+
+FIRST_UNDER_A_MODE = """
+import sys, torch
+from mmcollate import Batched, Flat, collate
+from mmcollate.testing import FakeDevice
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+guards, asked = torch._C._dynamo.guards, []
+made_by = guards._reinterpret_tensor
+guards._reinterpret_tensor = lambda *given: asked.append(0) or made_by(*given)
+
+def first(x):
+    collate([{"x": torch.ones(5)}], {"x": Flat()})
+    return (x * x).sum()
+
+if sys.argv[1] == "fake":
+    with FakeTensorMode():
+        first(torch.ones(5))
+else:
+    getattr(torch.func, sys.argv[1])(first)(torch.ones(5))
+print(len(asked))
+device = FakeDevice()
+items = [{"x": torch.full((3 + i, 100), float(i))} for i in range(5)]
+batch = collate(items, {"x": Batched()}, device=device, pin_memory=True)
+device.synchronize()
+print(len(asked), all(map(torch.equal, batch["x"], [item["x"] for item in items])))
+"""
+
+
+@pytest.mark.parametrize("mode", ["fake", "grad", "functionalize"])
+def test_what_is_tried_of_torch_is_tried_under_no_mode(mode):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FIRST_UNDER_A_MODE, mode],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # Once to try it, and once for each tensor.
+    assert (done.returncode, done.stdout) == (0, "0\n6 True\n"), done.stderr
 
 
 def test_what_saving_a_batch_of_a_device_takes(tmp_path):

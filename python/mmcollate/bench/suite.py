@@ -30,9 +30,8 @@ FLUSH_BYTES = 48 << 20
 """More than the caches of one core and its share of the last level hold."""
 
 SHIFTED = (256 << 10, 20 << 20)
-"""Batches of so many bytes, and less than so many, lie elsewhere in the heap in each round: caches
-and pages made those of one arm up to twice as slow as of another in all rounds of a row, and it was
-another arm and row in each run. Larger ones are mapped, or should be."""
+"""Batches of so many bytes, and less than so many, lie elsewhere in the heap in each round: one
+place can be twice as slow as another, for its caches and pages. Larger rows have mappings."""
 
 PRELOADED_ROWS = ("images/32x256", "images/8x4096")
 WARM_ROWS = ("images/8x4096", "images/32x4096")

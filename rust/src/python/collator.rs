@@ -293,7 +293,11 @@ impl Collator {
         let mut plan: Option<DevicePlan> = None;
         for (k, field) in decided.into_iter().enumerate() {
             if let Ok(Made::There(Loads { loads, .. })) = field.decision {
-                plan.get_or_insert_with(|| Self::device_plan(slf, &call)).push(&table, k, loads)?;
+                let plan = match &mut plan {
+                    Some(plan) => plan,
+                    None => plan.insert(Self::device_plan(slf, &call)?),
+                };
+                plan.push(&table, k, loads)?;
             }
         }
         Ok((end, Some(report), plan))
@@ -768,7 +772,10 @@ impl Collator {
                     None => this.reduce(call, table, k, Reason::SideBySide)?,
                 },
                 Ok(Made::There(Loads { list, loads })) => {
-                    let plan = plan.get_or_insert_with(|| Self::device_plan(slf, call));
+                    let plan = match &mut plan {
+                        Some(plan) => plan,
+                        None => plan.insert(Self::device_plan(slf, call)?),
+                    };
                     plan.push(table, k, loads)?;
                     list.unwrap_or_else(|| py.None()).into_bound(py)
                 }
@@ -803,8 +810,9 @@ impl Collator {
     }
 
     /// A plan without fields.
-    fn device_plan(slf: &Bound<'_, Self>, call: &Call<'_, '_>) -> DevicePlan {
-        DevicePlan {
+    fn device_plan(slf: &Bound<'_, Self>, call: &Call<'_, '_>) -> PyResult<DevicePlan> {
+        slf.get().torch.prepare_to_carve(call.py)?;
+        Ok(DevicePlan {
             collator: slf.clone().unbind(),
             device: call.device.clone().unbind(),
             pin_memory: call.pin_memory.clone().unbind(),
@@ -812,7 +820,7 @@ impl Collator {
             fields: Vec::new(),
             loads: Vec::new(),
             layout: None,
-        }
+        })
     }
 
     /// Hands one field to the reference.

@@ -215,7 +215,15 @@ impl DevicePlan {
                 _ => {
                     let bytes = buffers.get(part).ok_or_else(|| refused("a buffer is missing"))?;
                     let borrowed = collator.borrow(bytes);
-                    if borrowed.as_ref().is_some_and(|bytes| !is_bytes(bytes, end - start)) {
+                    let has_room = match &borrowed {
+                        Some(bytes) => is_bytes(bytes, end - start),
+                        // Of a device that no door knows.
+                        None => {
+                            bytes.call_method0("is_contiguous")?.is_truthy()?
+                                && bytes.call_method0("numel")?.extract::<usize>()? >= end - start
+                        }
+                    };
+                    if !has_room {
                         return Err(refused("needs a contiguous uint8 buffer with room"));
                     }
                     let simple = borrowed.is_some_and(|bytes| bytes.is_of_simple_device());

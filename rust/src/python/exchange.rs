@@ -131,8 +131,8 @@ impl Borrowed<'_> {
         self.device_type == dlpack::DEVICE_CPU
     }
 
-    /// Whether a storage, sizes, strides and an offset are all that a tensor of its device is: those
-    /// for which torch has its compiler in the same package.
+    /// Whether it is on the host, CUDA, ROCm or XPU, where a tensor is no more than a storage, sizes,
+    /// strides and an offset.
     pub(super) fn is_of_simple_device(&self) -> bool {
         let plain =
             [dlpack::DEVICE_CPU, dlpack::DEVICE_CUDA, dlpack::DEVICE_ROCM, dlpack::DEVICE_ONE_API];

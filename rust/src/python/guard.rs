@@ -4,6 +4,8 @@
 //! one of these goes to the reference with its whole field, and the result and the exception are
 //! then torch's own.
 
+use std::sync::atomic::{AtomicU8, Ordering};
+
 use pyo3::exceptions::{PyException, PyRuntimeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
@@ -88,22 +90,42 @@ pub(super) struct Elements<'py> {
     viewed_from: Option<usize>,
 }
 
+const UNKNOWN: u8 = 0;
+const NO: u8 = 1;
+const YES: u8 = 2;
+
 /// Whether what [`Torch::reinterpret`] makes is what is expected of it: it is no public function.
-fn is_as_expected(torch: &Bound<'_, PyModule>, reinterpret: &Bound<'_, PyAny>) -> PyResult<bool> {
-    let py = torch.py();
-    let host = PyDict::new(py);
+fn is_as_expected(reinterpret: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = reinterpret.py();
+    let torch = py.import("torch")?;
+    // Where tensors have version counters.
+    let outside = torch.call_method1("inference_mode", (false,))?;
+    outside.call_method0("__enter__")?;
+    let found = makes_tensors_of_their_own(&torch, reinterpret);
+    outside.call_method1("__exit__", (py.None(), py.None(), py.None()))?;
+    found
+}
+
+fn makes_tensors_of_their_own(
+    torch: &Bound<'_, PyModule>,
+    reinterpret: &Bound<'_, PyAny>,
+) -> PyResult<bool> {
+    let host = PyDict::new(torch.py());
     host.set_item("device", "cpu")?;
     let whole = torch.call_method("arange", (16,), Some(&host))?;
     let buffer = whole.call_method1("narrow", (0, 4, 12))?;
     let made = reinterpret.call1((&buffer, (2, 3), (4, 1), 2))?;
     let right = whole.call_method1("as_strided", ((2, 3), (4, 1), 6))?;
+    if !made.get_type().is(torch.getattr("Tensor")?) || !made.getattr("_base")?.is_none() {
+        return Ok(false);
+    }
     for question in ["data_ptr", "stride", "storage_offset", "size", "tolist"] {
         if !made.call_method0(question)?.eq(right.call_method0(question)?)? {
             return Ok(false);
         }
     }
-    let base = made.getattr("_base")?;
-    Ok(base.is_none() && made.get_type().is(torch.getattr("Tensor")?))
+    made.call_method0("zero_")?;
+    Ok(made.getattr("_version")?.eq(1)? && whole.getattr("_version")?.eq(0)?)
 }
 
 /// What the guard compares with, looked up once.
@@ -115,6 +137,8 @@ pub(super) struct Torch {
     /// nothing. What torch's compiler puts into the code that it writes:
     /// <https://github.com/pytorch/pytorch/blob/main/torch/csrc/inductor/inductor_ops.h>
     reinterpret: Option<Py<PyAny>>,
+    /// Whether it does that here. No lock, which a forked child could find taken.
+    is_as_expected: AtomicU8,
     dtypes: DTypes,
     pub(super) mapping_type: Py<PyAny>,
     interpreter_stack: Option<Py<PyAny>>,
@@ -144,18 +168,11 @@ impl Torch {
         let peek = functorch.and_then(|module| module.getattr("peek_interpreter_stack").ok());
         let compiler = private.getattr("_dynamo").and_then(|module| module.getattr("guards"));
         let reinterpret = compiler.and_then(|module| module.getattr("_reinterpret_tensor")).ok();
-        let as_expected = match &reinterpret {
-            None => false,
-            Some(reinterpret) => match is_as_expected(torch, reinterpret) {
-                // As a torch mode may do, or a version of torch with other arguments.
-                Err(error) if error.is_instance_of::<PyException>(py) => false,
-                found => found?,
-            },
-        };
         Ok(Self {
             names: Names::new(py),
             methods: Methods::of(&torch.getattr("Tensor")?)?,
-            reinterpret: reinterpret.filter(|_| as_expected).map(Bound::unbind),
+            reinterpret: reinterpret.map(Bound::unbind),
+            is_as_expected: AtomicU8::new(UNKNOWN),
             dtypes: DTypes::of(torch),
             mapping_type: py.import("collections.abc")?.getattr("Mapping")?.unbind(),
             interpreter_stack: peek.map(Bound::unbind),
@@ -225,6 +242,24 @@ impl Torch {
         as_strided.bind(py).call1((first, sizes, strides)).map(Some)
     }
 
+    /// Tries the private way to tensors, once. To be called before the first is made, and under no
+    /// mode that would see it.
+    pub(super) fn prepare_to_carve(&self, py: Python<'_>) -> PyResult<()> {
+        if self.is_as_expected.load(Ordering::Relaxed) != UNKNOWN {
+            return Ok(());
+        }
+        let as_expected = match &self.reinterpret {
+            None => false,
+            Some(reinterpret) => match is_as_expected(reinterpret.bind(py)) {
+                // As from a version of torch with other arguments.
+                Err(error) if error.is_instance_of::<PyException>(py) => false,
+                found => found?,
+            },
+        };
+        self.is_as_expected.store(if as_expected { YES } else { NO }, Ordering::Relaxed);
+        Ok(())
+    }
+
     /// A buffer of bytes as elements of a type. `simple`: see [`Borrowed::is_of_simple_device`].
     pub(super) fn elements<'py>(
         &self,
@@ -235,7 +270,8 @@ impl Torch {
         let py = bytes.py();
         let Methods { view, storage_offset, .. } = &self.methods;
         let tensor = view.bind(py).call1((bytes, self.dtypes.object(py, dtype)?))?;
-        let viewed_from = if simple && self.reinterpret.is_some() {
+        let as_expected = self.is_as_expected.load(Ordering::Relaxed) == YES;
+        let viewed_from = if simple && as_expected {
             None
         } else {
             Some(storage_offset.bind(py).call1((&tensor,))?.extract()?)
